@@ -1,0 +1,88 @@
+"""Configuration and weights of the llama family: data only, no arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.struct
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Static shape of a llama-family decoder.
+
+    Attributes:
+      vocab_size: V, number of token ids.
+      hidden_size: D, width of the residual stream.
+      num_layers: number of decoder layers.
+      num_heads: number of query heads.
+      num_kv_heads: number of key and value heads; divides `num_heads`.
+      head_dim: width of one head; even, since rotary turns pairs.
+      intermediate_size: F, width of the feed-forward layer.
+      rope_theta: base of the rotary frequencies.
+      norm_epsilon: epsilon inside the root-mean-square norm.
+      max_position: longest context the model was trained for, in tokens.
+      tie_embeddings: whether the output head is the embedding table.
+
+    Raises:
+      ValueError: naming the field, if a size is not positive or does not divide.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    max_position: int = 2048
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "tie_embeddings" and not value > 0:
+                raise ValueError(f"{field.name} must be positive, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads "
+                f"({self.num_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+
+
+@flax.struct.dataclass
+class LlamaLayer:
+    """Weights of one decoder layer; products are `x @ weight`.
+
+    Rotary pairs are (i, i + head_dim / 2), the Hugging Face order; loaders of
+    files with interleaved pairs permute `query` and `key`.
+    """
+
+    attention_norm: jax.Array  # [D]
+    query: jax.Array  # [D, num_heads * head_dim]
+    key: jax.Array  # [D, num_kv_heads * head_dim]
+    value: jax.Array  # [D, num_kv_heads * head_dim]
+    output: jax.Array  # [num_heads * head_dim, D]
+    feed_forward_norm: jax.Array  # [D]
+    gate: jax.Array  # [D, F]
+    up: jax.Array  # [D, F]
+    down: jax.Array  # [F, D]
+
+
+@flax.struct.dataclass
+class LlamaParams:
+    """Weights of a llama-family decoder, one array per layer and matrix.
+
+    Layers are a tuple, never stacked: slicing a stacked array inside a loop
+    copies the slice on a CPU.
+    """
+
+    embedding: jax.Array  # [V, D]
+    layers: tuple[LlamaLayer, ...]
+    final_norm: jax.Array  # [D]
+    head: jax.Array | None  # [V, D]; None if tied to `embedding`
