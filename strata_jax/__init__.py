@@ -1,0 +1,33 @@
+"""Exact speculative decoding in pure JAX.
+
+Whatever is drafted and however it is gated, the samples are the target's.
+"""
+
+__version__ = "0.1.0"
+
+from strata_jax import drafters as drafters
+from strata_jax import gates as gates
+from strata_jax import measures as measures
+from strata_jax import models as models
+from strata_jax import sampling as sampling
+from strata_jax import targets as targets
+from strata_jax import verifiers as verifiers
+from strata_jax._decode import DecoderState as DecoderState
+from strata_jax._decode import Settings as Settings
+from strata_jax._decode import ancestral_decoder as ancestral_decoder
+from strata_jax._decode import decode as decode
+from strata_jax._decode import output_tokens as output_tokens
+from strata_jax._decode import speculative_decoder as speculative_decoder
+from strata_jax._status import DecodingError as DecodingError
+from strata_jax._status import Status as Status
+from strata_jax._status import raise_if_failed as raise_if_failed
+from strata_jax._types import Context as Context
+from strata_jax._types import Draws as Draws
+from strata_jax._types import FinishReason as FinishReason
+from strata_jax._types import Params as Params
+from strata_jax._types import Proposal as Proposal
+from strata_jax._types import RowKind as RowKind
+from strata_jax._types import Source as Source
+from strata_jax._types import SpeculativeDecoder as SpeculativeDecoder
+from strata_jax._types import Verdict as Verdict
+from strata_jax._types import Window as Window

@@ -1,5 +1,13 @@
 """Model families as pure functions over frozen pytrees of weights."""
 
+from strata_jax.models._llama import CACHE_BLOCK as CACHE_BLOCK
+from strata_jax.models._llama import LlamaCache as LlamaCache
+from strata_jax.models._llama import empty_cache as empty_cache
+from strata_jax.models._llama import score_rows as score_rows
+from strata_jax.models._llama import select_layers as select_layers
+from strata_jax.models._llama_batched import batched_rows as batched_rows
+from strata_jax.models._llama_batched import forward as forward
 from strata_jax.models._llama_params import LlamaConfig as LlamaConfig
 from strata_jax.models._llama_params import LlamaLayer as LlamaLayer
 from strata_jax.models._llama_params import LlamaParams as LlamaParams
+from strata_jax.models._llama_params import random_params as random_params

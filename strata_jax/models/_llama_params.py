@@ -6,6 +6,7 @@ import dataclasses
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,3 +87,58 @@ class LlamaParams:
     layers: tuple[LlamaLayer, ...]
     final_norm: jax.Array  # [D]
     head: jax.Array | None  # [V, D]; None if tied to `embedding`
+
+
+def random_params(
+    config: LlamaConfig, rng_key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
+) -> LlamaParams:
+    """Returns random weights of a sensible scale, for tests and training.
+
+    Args:
+      config: the model's shape.
+      rng_key: the key is consumed.
+      dtype: of the weights.
+
+    Returns:
+      The weights; norms are 1, matrices are normal with variance 1 / fan-in.
+
+    Exactness: not concerned.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query_width = config.num_heads * config.head_dim
+    kv_width = config.num_kv_heads * config.head_dim
+
+    def matrix(*path: int, shape: tuple[int, int], fan_in: int) -> jax.Array:
+        key = rng_key
+        for number in path:
+            key = jax.random.fold_in(key, number)
+        return jax.random.normal(key, shape, dtype) * fan_in**-0.5
+
+    def layer(index: int) -> LlamaLayer:
+        shapes = {
+            "query": (hidden, query_width),
+            "key": (hidden, kv_width),
+            "value": (hidden, kv_width),
+            "output": (query_width, hidden),
+            "gate": (hidden, inner),
+            "up": (hidden, inner),
+            "down": (inner, hidden),
+        }
+        return LlamaLayer(
+            attention_norm=jnp.ones(hidden, dtype),
+            feed_forward_norm=jnp.ones(hidden, dtype),
+            **{
+                name: matrix(index + 1, number, shape=shape, fan_in=shape[0])
+                for number, (name, shape) in enumerate(shapes.items())
+            },
+        )
+
+    table = (config.vocab_size, hidden)
+    return LlamaParams(
+        embedding=matrix(0, 0, shape=table, fan_in=1),
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=jnp.ones(hidden, dtype),
+        head=None
+        if config.tie_embeddings
+        else matrix(0, 1, shape=table, fan_in=hidden),
+    )

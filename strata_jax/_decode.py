@@ -1,0 +1,608 @@
+"""The loop: one window after another, and its state."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from strata_jax import _checks
+from strata_jax._rng import Stream, request_key, window_uniforms
+from strata_jax._status import Status, raise_if_failed
+from strata_jax._types import (
+    Committed,
+    Context,
+    Drafter,
+    Draws,
+    FinishReason,
+    Gate,
+    Params,
+    RowKind,
+    SpeculativeDecoder,
+    TargetModel,
+    Verdict,
+    Verifier,
+    Window,
+)
+from strata_jax.drafters import build_proposal
+from strata_jax.drafters import none as no_drafter
+from strata_jax.gates import always
+from strata_jax.sampling import (
+    SamplingSettings,
+    TokenCounts,
+    chain_probs,
+    count_tokens,
+    probs_dtype,
+    sampling_settings,
+)
+from strata_jax.verifiers import exact_match
+
+
+@flax.struct.dataclass
+class Settings:
+    """A request's traced numbers, fixed when it starts."""
+
+    sampling: SamplingSettings
+    gate: Mapping[str, jax.Array]  # [] float each, by name
+    max_new_tokens: jax.Array  # [] int32, the token budget
+
+
+@flax.struct.dataclass
+class DecoderState:
+    """All that the next window depends on."""
+
+    request_key: jax.Array  # [] key; folded, never split
+    window: jax.Array  # [] int32, windows so far
+    context: Context  # the committed text; its last token is not yet in the cache
+    counts: TokenCounts  # of the committed text
+    finish_reason: jax.Array  # [] int32, FinishReason
+    status: jax.Array  # [] int32, Status bits
+    settings: Settings
+    target_state: Any
+    drafter_state: Any
+    gate_state: Any
+
+
+def speculative_decoder(
+    target: TargetModel,
+    drafter: Drafter | None = None,
+    gate: Gate | None = None,
+    verifier: Verifier | None = None,
+    *,
+    draft_rule: str | None = None,
+    max_candidates: int | None = None,
+    bit_exact: bool = True,
+) -> SpeculativeDecoder:
+    """Composes a target, a drafter, a gate and a verifier into a decoding loop.
+
+    Args:
+      target: what is sampled from, exactly.
+      drafter: proposes; None drafts nothing.
+      gate: admits drafts; None admits all.
+      verifier: decides; None is `verifiers.exact_match()`.
+      draft_rule: "sample" or "argmax", how drafts are picked from q; None is the
+        verifier's own.
+      max_candidates: static limit on the survivors of the sampling chain; requests
+        must then ask for a `top_k` within it.
+      bit_exact: whether the target must be bitwise the singleton's.
+
+    Returns:
+      The decoder. `init(params, context, *, seed, max_new_tokens, ...)` takes the
+      prompt as token ids, the arguments of `sampling.sampling_settings` and the gate's
+      settings by name; `step(params, state, draws=None)` runs one window.
+
+    Raises:
+      ValueError: if the parts do not fit, naming the alternative.
+
+    Exactness: law-exact, and bit-exact to the singleton if the target is.
+    """
+    drafter = no_drafter() if drafter is None else drafter
+    gate = always() if gate is None else gate
+    verifier = exact_match() if verifier is None else verifier
+    draft_rule = verifier.draft_rule if draft_rule is None else draft_rule
+    _check_parts(target, drafter, gate, verifier, draft_rule, bit_exact)
+    if max_candidates is not None:
+        max_candidates = _checks.check_integer("max_candidates", max_candidates, 1)
+
+    num_draft_tokens = drafter.num_draft_tokens
+    vocab_size = target.vocab_size
+    max_length = target.max_length
+    chain = functools.partial(chain_probs, max_candidates=max_candidates)
+
+    def start(
+        params: Any,
+        key: jax.Array,
+        window: jax.Array,
+        tokens: jax.Array,
+        length: jax.Array,
+        prompt_length: jax.Array,
+        settings: Settings,
+    ) -> DecoderState:
+        target_params, drafter_params = _split_params(params)
+        context = Context(tokens=tokens, length=length)
+        zero = jnp.zeros((), jnp.int32)
+        counts = count_tokens(tokens, prompt_length, length, vocab_size)
+        is_over = (settings.max_new_tokens <= counts.num_output) | (
+            length >= max_length
+        )
+        reason = jnp.where(
+            is_over, FinishReason.LENGTH.value, FinishReason.RUNNING.value
+        )
+        return DecoderState(
+            request_key=key,
+            window=window,
+            context=context,
+            counts=counts,
+            finish_reason=reason.astype(jnp.int32),
+            status=zero,
+            settings=settings,
+            target_state=target.prefill(
+                target_params, target.init(target_params), tokens, zero, length - 1
+            ),
+            drafter_state=drafter.init(drafter_params, context),
+            gate_state=gate.init(),
+        )
+
+    jitted_start = jax.jit(start)
+
+    def init(
+        params: Any,
+        context: Sequence[int] | np.ndarray | jax.Array,
+        *,
+        seed: int = 0,
+        max_new_tokens: int | None = None,
+        prompt_length: int | None = None,
+        window: int = 0,
+        **settings: Any,
+    ) -> DecoderState:
+        """Checks a request on the host and reads its prompt."""
+        ids = _check_context(context, vocab_size, max_length)
+        seed = _checks.check_integer("seed", seed, 0, 2**32 - 1)
+        window = _checks.check_integer("window", window, 0)
+        if prompt_length is None:
+            prompt_length = len(ids)
+        prompt_length = _checks.check_integer(
+            "prompt_length", prompt_length, 1, len(ids)
+        )
+        budget = max_length if max_new_tokens is None else max_new_tokens
+        budget = _checks.check_integer("max_new_tokens", budget, 0)
+        gate_numbers = _gate_numbers(gate, settings)
+        sampling = sampling_settings(
+            vocab_size, max_candidates=max_candidates, **settings
+        )
+        tokens = np.zeros(max_length, np.int32)
+        tokens[: len(ids)] = ids
+        return jitted_start(
+            params,
+            request_key(seed),
+            jnp.asarray(window, jnp.int32),
+            jnp.asarray(tokens),
+            jnp.asarray(len(ids), jnp.int32),
+            jnp.asarray(prompt_length, jnp.int32),
+            Settings(
+                sampling=sampling,
+                gate=gate_numbers,
+                # A budget beyond the context is never reached, but must fit int32.
+                max_new_tokens=jnp.asarray(min(budget, max_length), jnp.int32),
+            ),
+        )
+
+    def derive_draws(state: DecoderState) -> Draws:
+        position = state.context.length
+        rows = position + jnp.arange(num_draft_tokens, dtype=jnp.int32)
+        key, window = state.request_key, state.window
+        coins = window_uniforms(key, Stream.GATE, window, rows, 1)
+        return Draws(
+            draft=window_uniforms(key, Stream.DRAFT, window, rows, 2),
+            gate=coins[:, 0],
+            verifier=verifier.draw(key, position, window, num_draft_tokens),
+        )
+
+    def step(
+        params: Any, state: DecoderState, draws: Draws | None = None
+    ) -> tuple[DecoderState, Window]:
+        """Runs one window; a finished request is returned as it is."""
+        target_params, drafter_params = _split_params(params)
+        context, counts, settings = state.context, state.counts, state.settings
+        draws = derive_draws(state) if draws is None else draws
+        is_running = state.finish_reason == FinishReason.RUNNING
+        is_full = is_running & (context.length >= max_length)
+        is_running = is_running & ~is_full
+
+        # Decided before anything is drawn (contract P2): the last row of a window
+        # always emits one token that no draft stands for.
+        budget = settings.max_new_tokens - counts.num_output
+        room = jnp.minimum(budget - 1, max_length - context.length - 1)
+        limit = jnp.where(is_running, jnp.clip(room, 0, num_draft_tokens), 0)
+
+        logits_dtype = jax.eval_shape(
+            target.score,
+            target_params,
+            state.target_state,
+            jnp.zeros(num_draft_tokens + 1, jnp.int32),
+            context.length,
+            context.length,
+        )[0].logits.dtype
+        dtype = probs_dtype(logits_dtype)
+        records = []
+
+        def offer(row_fn: Any, carry: Any) -> tuple[Any, Any]:
+            proposal, record, carry = build_proposal(
+                row_fn,
+                carry,
+                num_draft_tokens=num_draft_tokens,
+                limit=limit,
+                gate=gate,
+                gate_settings=settings.gate,
+                gate_state=state.gate_state,
+                sampling=settings.sampling,
+                counts=counts,
+                context=context,
+                draft_uniforms=draws.draft,
+                gate_uniforms=draws.gate,
+                draft_rule=draft_rule,
+                max_candidates=max_candidates,
+                dtype=dtype,
+            )
+            records.append(record)
+            return proposal, carry
+
+        proposal, drafter_state = drafter.propose(
+            drafter_params, state.drafter_state, context, offer
+        )
+
+        (record,) = records
+        is_offered = proposal.kind == RowKind.OFFERED
+        drafts = jnp.where(is_offered, proposal.tokens, 0)
+        num_offered = jnp.sum(is_offered).astype(jnp.int32)
+        num_rows = jnp.where(is_running, num_offered + 1, 0)
+        last = context.tokens[context.length - 1]
+        window_tokens = jnp.concatenate([last[None], drafts])
+        position = context.length - 1
+        rows, target_state = target.score(
+            target_params, state.target_state, window_tokens, position, num_rows
+        )
+        target_probs, row_status = _target_probs(
+            chain, settings.sampling, rows.logits, counts, drafts, num_rows, dtype
+        )
+        verdict = verifier.verify(draws.verifier, target_probs, proposal)
+        verdict = _cut(
+            verdict, row_status, settings.sampling.eos_ids, is_running, num_rows
+        )
+        status = verdict.status | record.status
+        status = status | jnp.where(is_full, Status.CACHE_FULL.value, 0)
+        verdict = verdict.replace(status=status)  # type: ignore[attr-defined]
+
+        num_emitted = verdict.num_emitted
+        context = _append(context, verdict)
+        counts = _count(counts, verdict)
+        num_kept = num_emitted
+        committed = Committed(
+            context=context, features=rows.features, num_kept=num_kept
+        )
+        has_eos = jnp.any(_is_eos(verdict.tokens, settings.sampling.eos_ids))
+        is_over = (counts.num_output >= settings.max_new_tokens) | (
+            context.length >= max_length
+        )
+        reason = jnp.select(
+            [status != 0, has_eos, is_over],
+            [
+                jnp.int32(FinishReason.FAILED),
+                jnp.int32(FinishReason.EOS),
+                jnp.int32(FinishReason.LENGTH),
+            ],
+            jnp.int32(FinishReason.RUNNING),
+        )
+        stays = (state.finish_reason != FinishReason.RUNNING) & ~is_full
+        new_state = DecoderState(
+            request_key=state.request_key,
+            window=state.window + is_running.astype(jnp.int32),
+            context=context,
+            counts=counts,
+            finish_reason=jnp.where(stays, state.finish_reason, reason),
+            status=state.status | status,
+            settings=settings,
+            target_state=target.commit(target_state, position, num_kept),
+            drafter_state=drafter.commit(drafter_params, drafter_state, committed),
+            gate_state=jax.tree.map(
+                lambda new, old: jnp.where(is_running, new, old),
+                gate.update(state.gate_state, proposal, verdict),
+                state.gate_state,
+            ),
+        )
+        return new_state, Window(
+            proposal=proposal,
+            draft_tokens=record.tokens,
+            draws=draws,
+            verdict=verdict,
+            target_probs=target_probs,
+        )
+
+    return SpeculativeDecoder(
+        init=init,
+        step=step,
+        num_draft_tokens=num_draft_tokens,
+        vocab_size=vocab_size,
+        max_length=max_length,
+        gate_settings=tuple(gate.settings),
+    )
+
+
+def ancestral_decoder(target: TargetModel, **options: Any) -> SpeculativeDecoder:
+    """Builds plain decoding, one token a window: what every other decoder must equal.
+
+    Args:
+      target: what is sampled from.
+      **options: `max_candidates` and `bit_exact`, as in `speculative_decoder`.
+
+    Returns:
+      The decoder, with K = 0.
+
+    Exactness: the law of the target by definition; its program is the singleton.
+    """
+    return speculative_decoder(target, **options)
+
+
+def decode(
+    decoder: SpeculativeDecoder,
+    params: Any,
+    state: DecoderState,
+    num_windows: int,
+    *,
+    trace: bool = False,
+    throw: bool = True,
+) -> tuple[DecoderState, Verdict | Window]:
+    """Runs windows in one program, a `lax.scan` over `step`.
+
+    Args:
+      decoder: the decoder.
+      params: the weights, as for `decoder.init`.
+      state: where to go on; its buffers are reused, so it must not be read again.
+      num_windows: how many windows, static. Those after the end cost next to nothing.
+      trace: whether to return whole windows (about 4 (2K + 1) V bytes each).
+      throw: whether to raise on the host if the request failed. Inside `jit` this
+        cannot be done: give False and look at `state.status`.
+
+    Returns:
+      The state after the windows, and their verdicts (or windows), stacked.
+
+    Raises:
+      ValueError: if `num_windows` is not positive.
+      DecodingError: if `throw` and a status bit is set; it holds the tokens emitted.
+
+    Exactness: that of the decoder; the same bits with and without `trace`.
+    """
+    num_windows = _checks.check_integer("num_windows", num_windows, 1)
+    state, windows = _scan(decoder, num_windows, trace, params, state)
+    if throw and not isinstance(state.status, jax.core.Tracer):
+        failed = int(state.status)
+        if failed:
+            raise_if_failed(failed, output_tokens(state))
+    return state, windows
+
+
+def output_tokens(state: DecoderState) -> np.ndarray:
+    """Returns the tokens that a request has emitted so far, `[n]` int32, on the host.
+
+    Exactness: not concerned.
+    """
+    length = int(state.context.length)
+    num_output = int(state.counts.num_output)
+    return np.asarray(state.context.tokens)[length - num_output : length]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4,))
+def _scan(
+    decoder: SpeculativeDecoder,
+    num_windows: int,
+    trace: bool,
+    params: Any,
+    state: DecoderState,
+) -> tuple[DecoderState, Verdict | Window]:
+    def body(state: DecoderState, _: None) -> tuple[DecoderState, Verdict | Window]:
+        state, window = decoder.step(params, state)
+        return state, window if trace else window.verdict
+
+    return lax.scan(body, state, None, length=num_windows)
+
+
+def _check_parts(
+    target: TargetModel,
+    drafter: Drafter,
+    gate: Gate,
+    verifier: Verifier,
+    draft_rule: str,
+    bit_exact: bool,
+) -> None:
+    if draft_rule not in ("sample", "argmax"):
+        raise ValueError(f'draft_rule must be "sample" or "argmax", got {draft_rule!r}')
+    if draft_rule not in verifier.draft_rules:
+        raise ValueError(
+            f"draft_rule={draft_rule!r} does not go with verifiers.{verifier.name}(): "
+            "an argmax draft is no draw from the soft measure that it would be "
+            "weighed by. Use verifiers.exact_match(), or draft_rule='sample'"
+        )
+    if bit_exact and not target.is_bit_exact:
+        raise ValueError(
+            f"targets.{target.name} is not bitwise the singleton's: use "
+            "targets.singleton, or pass bit_exact=False to use it as a control"
+        )
+    if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
+            f"{target.vocab_size}: a drafter must propose ids of the target"
+        )
+    if drafter.num_draft_tokens + 1 > target.max_length:
+        raise ValueError(
+            f"num_draft_tokens={drafter.num_draft_tokens} does not fit into a context "
+            f"of max_length={target.max_length}: draft less or give a longer context"
+        )
+    if drafter.max_length is not None and drafter.max_length < target.max_length:
+        raise ValueError(
+            f"the drafter's max_length={drafter.max_length} is shorter than the "
+            f"target's {target.max_length}: build both with one max_length"
+        )
+    taken = set(gate.settings) & _REQUEST_SETTINGS
+    if taken:
+        raise ValueError(
+            f"the gate's settings {sorted(taken)} are names of the request's own: "
+            "give others with setting="
+        )
+
+
+# What `init` takes by name beside the gate's settings.
+_REQUEST_SETTINGS = frozenset(
+    {
+        "seed",
+        "max_new_tokens",
+        "prompt_length",
+        "window",
+        *inspect.signature(sampling_settings).parameters,
+    }
+) - {"vocab_size", "max_candidates"}
+
+
+def _check_context(
+    context: Sequence[int] | np.ndarray | jax.Array, vocab_size: int, max_length: int
+) -> np.ndarray:
+    ids = np.asarray(context)
+    if ids.size == 0:
+        raise ValueError("context is empty: give at least one token, such as BOS")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            "context must be a one-dimensional sequence of token ids, got shape "
+            f"{ids.shape} and dtype {ids.dtype}"
+        )
+    if len(ids) > max_length:
+        raise ValueError(
+            f"context has {len(ids)} tokens, more than max_length={max_length}: "
+            "shorten the prompt or build the target with a longer context"
+        )
+    is_bad = (ids < 0) | (ids >= vocab_size)
+    if is_bad.any():
+        place = int(np.argmax(is_bad))
+        raise ValueError(
+            f"context[{place}]={int(ids[place])} is no token id of a vocabulary of "
+            f"{vocab_size}"
+        )
+    return ids.astype(np.int32)
+
+
+def _gate_numbers(gate: Gate, settings: dict[str, Any]) -> dict[str, jax.Array]:
+    """Takes the gate's settings out of `settings` and checks them."""
+    numbers = {}
+    for name, setting in gate.settings.items():
+        value = settings.pop(name, setting.default)
+        if value is None:
+            raise ValueError(
+                f"{name} has no default: give it to init, or to the gate when it is "
+                "built"
+            )
+        value = _checks.check_number(name, value, setting.minimum, setting.maximum)
+        numbers[name] = jnp.asarray(value, float)
+    unknown = set(settings) - _REQUEST_SETTINGS
+    if unknown:
+        known = sorted(gate.settings) + sorted(_REQUEST_SETTINGS)
+        raise ValueError(
+            f"unknown settings {sorted(unknown)}: this decoder takes {known}"
+        )
+    return numbers
+
+
+def _split_params(params: Any) -> tuple[Any, Any]:
+    if isinstance(params, Params):
+        return params.target, params.drafter
+    return params, params
+
+
+def _target_probs(
+    chain: Callable[..., tuple[jax.Array, jax.Array]],
+    sampling: SamplingSettings,
+    logits: jax.Array,
+    counts: TokenCounts,
+    drafts: jax.Array,
+    num_rows: jax.Array,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the chain row by row: row t has seen the drafts before it."""
+    num_tokens = logits.shape[0]
+    drafts = jnp.append(drafts, jnp.int32(0))
+
+    def row(index: jax.Array, carry: Any) -> Any:
+        counts, probs, status = carry
+        row_probs, row_status = chain(sampling, logits[index], counts)
+        return (
+            counts.add(drafts[index]),
+            probs.at[index].set(row_probs),
+            status.at[index].set(row_status),
+        )
+
+    carry = (
+        counts,
+        jnp.zeros(logits.shape, dtype),
+        jnp.zeros(num_tokens, jnp.int32),
+    )
+    _, probs, status = lax.fori_loop(0, num_rows, row, carry)
+    return probs, status
+
+
+def _cut(
+    verdict: Verdict,
+    row_status: jax.Array,
+    eos_ids: jax.Array,
+    is_running: jax.Array,
+    num_rows: jax.Array,
+) -> Verdict:
+    """Ends the emission at a bad row, at EOS, and before it starts if finished."""
+    index = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
+    is_bad = (row_status != 0) & (index < num_rows)
+    # A bad row has no mass, so nothing is accepted at it; it emits nothing either.
+    is_bad_end = is_bad[verdict.num_accepted]
+    num_emitted = verdict.num_emitted - is_bad_end.astype(jnp.int32)
+    is_emitted = index < num_emitted
+    is_eos = _is_eos(verdict.tokens, eos_ids) & is_emitted
+    num_emitted = jnp.where(
+        jnp.any(is_eos), jnp.argmax(is_eos).astype(jnp.int32) + 1, num_emitted
+    )
+    is_failed = is_bad_end & ~jnp.any(is_eos)
+    num_emitted = jnp.where(is_running, num_emitted, 0)
+    bad_status = jnp.where(is_failed, row_status[verdict.num_accepted], 0)
+    status = jnp.where(is_running, verdict.status | bad_status, 0)
+    return verdict.replace(  # type: ignore[attr-defined]
+        tokens=jnp.where(index < num_emitted, verdict.tokens, -1),
+        num_accepted=jnp.minimum(verdict.num_accepted, num_emitted),
+        num_emitted=num_emitted,
+        status=status,
+    )
+
+
+def _is_eos(tokens: jax.Array, eos_ids: jax.Array) -> jax.Array:
+    return jnp.any((tokens[:, None] == eos_ids[None]) & (tokens[:, None] >= 0), axis=1)
+
+
+def _append(context: Context, verdict: Verdict) -> Context:
+    index = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
+    place = jnp.where(
+        index < verdict.num_emitted, context.length + index, context.tokens.shape[0]
+    )
+    return Context(
+        tokens=context.tokens.at[place].set(verdict.tokens, mode="drop"),
+        length=context.length + verdict.num_emitted,
+    )
+
+
+def _count(counts: TokenCounts, verdict: Verdict) -> TokenCounts:
+    vocab_size = counts.in_output.shape[0]
+    tokens = jnp.where(verdict.tokens >= 0, verdict.tokens, vocab_size)
+    return counts.replace(  # type: ignore[attr-defined]
+        in_output=counts.in_output.at[tokens].add(1, mode="drop"),
+        num_output=counts.num_output + verdict.num_emitted,
+    )

@@ -1,0 +1,54 @@
+"""Sums whose order is written down, so that they can be repeated anywhere.
+
+XLA is free to choose the order of a reduction, and chooses another one for another
+shape or backend. Built from elementwise additions only, these sums have one value.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def halving_sum(values: jax.Array) -> jax.Array:
+    """Sums the last axis by adding its second half to its first, repeatedly.
+
+    Args:
+      values: `[..., n]` float, padded with zeros to a power of two.
+
+    Returns:
+      `[...]`, in the dtype of `values`; the error grows with log2(n).
+
+    Exactness: the order of additions is fixed, so the bits are a function of the row.
+    """
+    size = values.shape[-1]
+    width = 1 << max(size - 1, 0).bit_length()
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, width - size)]
+    values = jnp.pad(values, padding)
+    while width > 1:
+        width //= 2
+        values = values[..., :width] + values[..., width:]
+    return values[..., 0]
+
+
+def doubling_sum(values: jax.Array) -> jax.Array:
+    """Running sums: round k adds to each entry the one 2**k places before it.
+
+    Args:
+      values: `[n]` float.
+
+    Returns:
+      `[n]`; entry i is the sum of `values[: i + 1]`. With rounding the result need not
+      be monotone.
+
+    Exactness: the order of additions is fixed, so the bits are a function of the row.
+
+    References:
+      Hillis and Steele, `Data Parallel Algorithms
+      <https://doi.org/10.1145/7902.7903>`_, 1986.
+    """
+    shift = 1
+    while shift < values.shape[0]:
+        values = values + jnp.pad(values[:-shift], (shift, 0))
+        shift *= 2
+    return values

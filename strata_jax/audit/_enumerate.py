@@ -1,0 +1,468 @@
+"""Exact laws by enumeration: one call of the real `step` per cell of its uniforms.
+
+`step` is treated as a function of its uniforms that is known only by calling it. The
+uniforms are taken one at a time, in the order in which the window uses them. As a
+function of one uniform the outcome is piecewise constant; its borders are found by
+bisection on the grid of representable uniforms, and each cell between two borders is
+represented by its left end, weighted by its length. No rule of acceptance or residual
+is written here, so the enumeration shows what the code does, not what it should do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strata_jax._rng import wrap_key
+from strata_jax._types import Draws, FinishReason, SpeculativeDecoder, Window
+
+# Uniforms are multiples of 2**-24 in float32, as the library draws them, and of 2**-53
+# in float64.
+_GRID_BITS = {np.dtype(np.float32): 24, np.dtype(np.float64): 53}
+_SMALL_BATCH = 128
+_LARGE_BATCH = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowCells:
+    """The cells of one window for several states at once.
+
+    Attributes:
+      state_index: `[N]` int, which state a cell belongs to.
+      volume: `[N]` float64, its probability; sums to 1 for each state.
+      tokens: `[N, K + 1]` int32, emitted tokens, then -1.
+      kind: `[N, K]` int32, the rows' kinds.
+      num_accepted: `[N]` int32.
+      uniforms: `[N, D]`, the cell's left end in each of the D uniforms.
+      states: the states after the window, leading axis N.
+      borders: `[B, D + 2]`: state, index of the uniform, then D uniforms that stand
+        exactly on a border: the next smaller grid value of that uniform gives another
+        outcome.
+    """
+
+    state_index: np.ndarray
+    volume: np.ndarray
+    tokens: np.ndarray
+    kind: np.ndarray
+    num_accepted: np.ndarray
+    uniforms: np.ndarray
+    states: Any
+    borders: np.ndarray
+
+
+class WindowEnumerator:
+    """Enumerates windows of one decoder; its compiled program is kept between calls."""
+
+    def __init__(self, decoder: SpeculativeDecoder, params: Any, state: Any):
+        """Compiles nothing yet.
+
+        Args:
+          decoder: the decoder, whose own `step` is called.
+          params: its params, one instance, for the shapes.
+          state: a state of it, one instance, for the shapes.
+        """
+        window = jax.eval_shape(decoder.step, params, state)[1]
+        self._decoder = decoder
+        self._layout = _DrawsLayout(window)
+        self.grid_bits = _GRID_BITS[self._layout.dtype]
+        self.num_uniforms = self._layout.num_uniforms
+        self._run = jax.jit(self._evaluate)
+
+    def _evaluate(
+        self, params: Any, states: Any, instance: jax.Array, uniforms: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        def one(
+            state: Any, instance: jax.Array, uniforms: jax.Array
+        ) -> tuple[jax.Array, Any]:
+            own_params = jax.tree.map(lambda leaf: leaf[instance], params)
+            state, window = self._decoder.step(
+                own_params, state, self._layout.unflatten(uniforms)
+            )
+            verdict = window.verdict
+            outcome = [
+                window.draft_tokens,
+                window.proposal.kind,
+                window.proposal.tokens,
+                verdict.tokens,
+                verdict.num_accepted[None],
+                verdict.source[None],
+                verdict.status[None],
+            ]
+            return jnp.concatenate(outcome), state
+
+        outcomes, states = jax.vmap(one)(_with_keys(states), instance, uniforms)
+        return outcomes, _without_keys(states)
+
+    def evaluate(
+        self, params: Any, states: Any, instance: np.ndarray, grid: np.ndarray
+    ) -> tuple[np.ndarray, Any]:
+        """Calls `step` at given uniforms.
+
+        Args:
+          params: leading axis of instances.
+          states: leading axis N, as `host_states` gives them.
+          instance: `[N]` int, whose params each call uses.
+          grid: `[N, D]` int64, uniforms as multiples of the grid's step.
+
+        Returns:
+          Outcomes `[N, ...]` int, and states with leading axis N.
+
+        Exactness: calls the decoder's own `step`.
+        """
+        pieces = []
+        for start in range(0, len(instance), _LARGE_BATCH):
+            piece = slice(start, start + _LARGE_BATCH)
+            count = len(instance[piece])
+            # Two fixed batch sizes, so that there are two compilations.
+            width = _SMALL_BATCH if count <= _SMALL_BATCH else _LARGE_BATCH
+
+            def padded(array: np.ndarray) -> np.ndarray:
+                pad = np.repeat(array[:1], width - count, axis=0)  # noqa: B023
+                return np.concatenate([array, pad])
+
+            uniforms = np.ldexp(grid[piece].astype(np.float64), -self.grid_bits)
+            results = self._run(
+                params,
+                jax.tree.map(lambda leaf: padded(leaf[piece]), states),  # noqa: B023
+                padded(instance[piece].astype(np.int32)),
+                padded(uniforms.astype(self._layout.dtype)),
+            )
+            pieces.append(
+                jax.tree.map(lambda leaf: np.asarray(leaf)[:count], results)  # noqa: B023
+            )
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+
+    def cells(self, params: Any, states: Any, instance: np.ndarray) -> WindowCells:
+        """Enumerates one window of every state.
+
+        Args:
+          params: leading axis of instances.
+          states: leading axis M, as `host_states` gives them.
+          instance: `[M]` int, whose params each state uses.
+
+        Returns:
+          All cells.
+
+        Exactness: complete if, for each uniform, every outcome occupies an interval
+          (a draw by inverse CDF, a coin against a threshold). Each outcome is looked at
+          with the later uniforms at 0 and again at their largest value, so that a rule
+          which uses one uniform twice is seen as well.
+        """
+        index = np.arange(len(instance))
+        grid = np.zeros((len(instance), self.num_uniforms), np.int64)
+        volume = np.ones(len(instance))
+
+        def evaluate(index: np.ndarray, grid: np.ndarray) -> tuple[np.ndarray, Any]:
+            own = jax.tree.map(lambda leaf: leaf[index], states)
+            return self.evaluate(params, own, instance[index], grid)
+
+        borders = []
+        for axis in range(self.num_uniforms):
+            index, grid, volume, found = self._split(
+                evaluate, index, grid, volume, axis
+            )
+            borders.append(found)
+        outcomes, after = evaluate(index, grid)
+        width = self._decoder.num_draft_tokens
+        tokens = outcomes[:, 3 * width : 4 * width + 1]
+        return WindowCells(
+            state_index=index,
+            volume=volume,
+            tokens=tokens,
+            kind=outcomes[:, width : 2 * width],
+            num_accepted=outcomes[:, 4 * width + 1],
+            uniforms=np.ldexp(grid.astype(np.float64), -self.grid_bits),
+            states=after,
+            borders=np.concatenate(borders),
+        )
+
+    def _split(
+        self,
+        evaluate: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, Any]],
+        index: np.ndarray,
+        grid: np.ndarray,
+        volume: np.ndarray,
+        axis: int,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Cuts every entry into the cells of one uniform."""
+        size = 1 << self.grid_bits
+
+        def outcome_ids(entry: np.ndarray, value: np.ndarray) -> np.ndarray:
+            """[N, ...] outcomes of entries with this uniform at `value`."""
+            low = grid[entry]
+            low[:, axis] = value
+            high = low.copy()
+            high[:, axis + 1 :] = size - 1
+            both = np.concatenate([low, high])
+            outcomes, _ = evaluate(np.tile(index[entry], 2), both)
+            return np.concatenate(np.split(outcomes, 2), axis=1)
+
+        entries = np.arange(len(index))
+        first = outcome_ids(entries, np.zeros(len(index), np.int64))
+        last = outcome_ids(entries, np.full(len(index), size - 1))
+        left = (entries, np.zeros(len(index), np.int64), first)
+        right = (np.full(len(index), size - 1, np.int64), last)
+        border_entry, border_value = [], []
+        entry, low, low_id = left
+        high, high_id = right
+        while True:
+            differs = np.any(low_id != high_id, axis=1)
+            entry, low, high = entry[differs], low[differs], high[differs]
+            low_id, high_id = low_id[differs], high_id[differs]
+            is_border = high - low == 1
+            border_entry.append(entry[is_border])
+            border_value.append(high[is_border])
+            wide = ~is_border
+            entry, low, high = entry[wide], low[wide], high[wide]
+            low_id, high_id = low_id[wide], high_id[wide]
+            if not len(entry):
+                break
+            middle = low + (high - low) // 2
+            middle_id = outcome_ids(entry, middle)
+            entry = np.concatenate([entry, entry])
+            low, high = np.concatenate([low, middle]), np.concatenate([middle, high])
+            low_id = np.concatenate([low_id, middle_id])
+            high_id = np.concatenate([middle_id, high_id])
+
+        cut_entry = np.concatenate(border_entry)
+        cut_value = np.concatenate(border_value)
+        start_entry = np.concatenate([entries, cut_entry])
+        start_value = np.concatenate([np.zeros(len(index), np.int64), cut_value])
+        order = np.lexsort((start_value, start_entry))
+        start_entry, start_value = start_entry[order], start_value[order]
+        is_last = np.append(start_entry[1:] != start_entry[:-1], True)
+        end_value = np.where(is_last, size, np.append(start_value[1:], size))
+        length = np.ldexp((end_value - start_value).astype(np.float64), -self.grid_bits)
+        new_grid = grid[start_entry]
+        new_grid[:, axis] = start_value
+        found = np.column_stack(
+            [
+                index[cut_entry],
+                np.full(len(cut_entry), axis),
+                grid[cut_entry],
+            ]
+        )
+        found[:, 2 + axis] = cut_value
+        return index[start_entry], new_grid, volume[start_entry] * length, found
+
+
+class _DrawsLayout:
+    """The uniforms of a window as one vector, in the order in which they are used."""
+
+    def __init__(self, window: Window):
+        num_rows = window.draws.gate.shape[0]
+        leaves, self._treedef = jax.tree.flatten(window.draws.verifier)
+        self._num_rows = num_rows
+        self._shapes = [leaf.shape for leaf in leaves]
+        self.dtype = np.dtype(window.target_probs.dtype)
+        sizes = [int(np.prod(shape)) for shape in self._shapes]
+        self._offsets = np.cumsum([3 * num_rows, *sizes])
+        self.num_uniforms = int(self._offsets[-1])
+
+    def unflatten(self, uniforms: jax.Array) -> Draws:
+        rows = uniforms[: 3 * self._num_rows].reshape(self._num_rows, 3)
+        leaves = [
+            uniforms[start:stop].reshape(shape)
+            for start, stop, shape in zip(
+                self._offsets[:-1], self._offsets[1:], self._shapes, strict=True
+            )
+        ]
+        return Draws(
+            draft=rows[:, :2],
+            gate=rows[:, 2],
+            verifier=jax.tree.unflatten(self._treedef, leaves),
+        )
+
+
+def sequence_laws(
+    decoder: SpeculativeDecoder,
+    params: Any,
+    states: Any,
+    num_tokens: int,
+    *,
+    enumerator: WindowEnumerator | None = None,
+) -> list[dict[tuple[int, ...], float]]:
+    """Enumerates the law of the next tokens of several requests, across windows.
+
+    Args:
+      decoder: the decoder, whose own `step` is called.
+      params: leading axis of instances on every leaf.
+      states: states of `decoder.init`, leading axis of instances on every leaf.
+      num_tokens: length of the sequences; a request that ends earlier contributes
+        shorter ones.
+      enumerator: one made before for the same decoder, to compile once.
+
+    Returns:
+      For each instance, token tuple to probability in float64.
+
+    Exactness: the law of the code as it runs, see `WindowEnumerator.cells`.
+    """
+    num_instances = jax.tree.leaves(states)[0].shape[0]
+    if enumerator is None:
+        first_params, first_state = (
+            jax.tree.map(lambda leaf: leaf[0], tree) for tree in (params, states)
+        )
+        enumerator = WindowEnumerator(decoder, first_params, first_state)
+    laws: list[dict[tuple[int, ...], float]] = [{} for _ in range(num_instances)]
+    # One entry per distinct (instance, emitted tokens, state).
+    owner = np.arange(num_instances)
+    states = host_states(states)
+    emitted: list[tuple[int, ...]] = [()] * num_instances
+    weight = np.ones(num_instances)
+    while len(owner):
+        cells = enumerator.cells(params, states, owner)
+        next_of: dict[Any, int] = {}
+        rows, next_owner, next_emitted, next_weight = [], [], [], []
+        fingerprints = _fingerprints(cells.states)
+        is_running = cells.states.finish_reason == FinishReason.RUNNING
+        for cell, parent in enumerate(cells.state_index):
+            tokens = tuple(int(t) for t in cells.tokens[cell] if t >= 0)
+            sequence = (emitted[parent] + tokens)[:num_tokens]
+            probability = weight[parent] * cells.volume[cell]
+            instance = int(owner[parent])
+            if len(sequence) == num_tokens or not is_running[cell]:
+                law = laws[instance]
+                law[sequence] = law.get(sequence, 0.0) + probability
+                continue
+            key = (instance, sequence, fingerprints[cell])
+            if key not in next_of:
+                next_of[key] = len(rows)
+                rows.append(cell)
+                next_owner.append(instance)
+                next_emitted.append(sequence)
+                next_weight.append(0.0)
+            next_weight[next_of[key]] += probability
+        owner = np.asarray(next_owner, int)
+        emitted = next_emitted
+        weight = np.asarray(next_weight)
+        if len(owner):
+            chosen = np.asarray(rows)
+            states = jax.tree.map(lambda leaf: leaf[chosen], cells.states)  # noqa: B023
+    return laws
+
+
+def sequence_law(
+    decoder: SpeculativeDecoder, params: Any, state: Any, num_tokens: int
+) -> dict[tuple[int, ...], float]:
+    """Enumerates the law of the next tokens of one request, across windows.
+
+    Args:
+      decoder: the decoder, whose own `step` is called.
+      params: its weights.
+      state: a state of `decoder.init`.
+      num_tokens: length of the sequences; 1 gives the law of one row.
+
+    Returns:
+      Token tuple to probability in float64.
+
+    Exactness: the law of the code as it runs, see `WindowEnumerator.cells`.
+    """
+    params, state = (
+        jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], tree)
+        for tree in (params, state)
+    )
+    return sequence_laws(decoder, params, state, num_tokens)[0]
+
+
+def markov_law(
+    table: np.ndarray, context: Sequence[int], num_tokens: int
+) -> dict[tuple[int, ...], float]:
+    """Returns the law of the next tokens of a Markov table, by multiplication.
+
+    Args:
+      table: `[V] * n + [V]` float, probabilities of the next token after n tokens.
+      context: the text so far; places before it count as token 0.
+      num_tokens: length of the sequences.
+
+    Returns:
+      Token tuple to probability; zero-probability sequences are left out.
+
+    Exactness: the reference in float64.
+    """
+    order = np.ndim(table) - 1
+    table = np.asarray(table, np.float64)
+    law = {(): 1.0}
+    for _ in range(num_tokens):
+        longer = {}
+        for sequence, probability in law.items():
+            text = [0] * order + list(context) + list(sequence)
+            row = table[tuple(text[len(text) - order :])]
+            for token in np.flatnonzero(row):
+                longer[(*sequence, int(token))] = probability * float(row[token])
+        law = longer
+    return law
+
+
+@dataclasses.dataclass(frozen=True)
+class LawDifference:
+    """How far an enumerated law is from a reference.
+
+    Attributes:
+      total_variation: half the sum of absolute differences.
+      worst: the largest absolute difference of a cell.
+      worst_tokens: the sequence where it occurs.
+    """
+
+    total_variation: float
+    worst: float
+    worst_tokens: tuple[int, ...]
+
+
+def compare_laws(
+    law: dict[tuple[int, ...], float], reference: dict[tuple[int, ...], float]
+) -> LawDifference:
+    """Compares two laws over token sequences.
+
+    Args:
+      law: token tuple to probability.
+      reference: likewise; what is missing in one has probability 0.
+
+    Returns:
+      The difference.
+
+    Exactness: computed in float64.
+    """
+    keys = sorted(set(law) | set(reference))
+    gaps = np.array([law.get(key, 0.0) - reference.get(key, 0.0) for key in keys])
+    place = int(np.argmax(np.abs(gaps)))
+    return LawDifference(
+        total_variation=float(np.abs(gaps).sum() / 2),
+        worst=float(np.abs(gaps[place])),
+        worst_tokens=keys[place],
+    )
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """Stacks pytrees of equal structure along a new leading axis of instances.
+
+    Exactness: not concerned.
+    """
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def host_states(states: Any) -> Any:
+    """Turns states of decoders into NumPy arrays, keys into their data.
+
+    Exactness: bits are kept.
+    """
+    return jax.tree.map(np.asarray, _without_keys(states))
+
+
+def _without_keys(states: Any) -> Any:
+    return states.replace(request_key=jax.random.key_data(states.request_key))
+
+
+def _with_keys(states: Any) -> Any:
+    return states.replace(request_key=wrap_key(states.request_key))
+
+
+def _fingerprints(states: Any) -> list[bytes]:
+    """Returns the bytes of each state, so that equal states can be merged."""
+    rows = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(states)]
+    rows = [np.ascontiguousarray(leaf) for leaf in rows]
+    return [b"".join(leaf[i].tobytes() for leaf in rows) for i in range(len(rows[0]))]

@@ -1,0 +1,225 @@
+"""The sampling chain: logits of one row to its distribution, p or q."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from strata_jax import _checks
+from strata_jax._status import Status
+from strata_jax._sums import doubling_sum, halving_sum
+from strata_jax.sampling._settings import SamplingSettings
+
+# A cut usually lies among this many candidates; a full sort is the fallback.
+_NUM_CANDIDATES = 1024
+
+
+@flax.struct.dataclass
+class TokenCounts:
+    """What the penalties look at: the text before a row."""
+
+    in_prompt: jax.Array  # [V] bool
+    in_output: jax.Array  # [V] int32, occurrences
+    num_output: jax.Array  # [] int32, tokens of output
+
+    def add(self, token: jax.Array) -> TokenCounts:
+        """Returns the counts after one more output token, [] int32.
+
+        Exactness: integers only.
+        """
+        return self.replace(  # type: ignore[attr-defined]
+            in_output=self.in_output.at[token].add(1, mode="drop"),
+            num_output=self.num_output + 1,
+        )
+
+
+def count_tokens(
+    tokens: jax.Array, prompt_length: jax.Array, length: jax.Array, vocab_size: int
+) -> TokenCounts:
+    """Counts the tokens of a committed text.
+
+    Args:
+      tokens: `[S]` int32; entries from `length` on are ignored.
+      prompt_length: [] int32, how many of them are the prompt.
+      length: [] int32, how many are text.
+      vocab_size: V.
+
+    Returns:
+      The counts.
+
+    Exactness: integers only.
+    """
+    index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    prompt = jnp.where(index < prompt_length, tokens, vocab_size)
+    is_output = (index >= prompt_length) & (index < length)
+    output = jnp.where(is_output, tokens, vocab_size)
+    return TokenCounts(
+        in_prompt=jnp.zeros(vocab_size, bool).at[prompt].set(True, mode="drop"),
+        in_output=jnp.zeros(vocab_size, jnp.int32).at[output].add(1, mode="drop"),
+        num_output=jnp.asarray(length - prompt_length, jnp.int32),
+    )
+
+
+def probs_dtype(logits_dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """Returns the dtype in which rows of such logits become probabilities.
+
+    Exactness: float64 stays, everything else is float32: the cast is made once, before
+      the draw and the ratio part ways.
+    """
+    is_double = jnp.dtype(logits_dtype) == jnp.float64
+    return jnp.dtype(jnp.float64 if is_double else jnp.float32)
+
+
+def chain_probs(
+    settings: SamplingSettings,
+    logits: jax.Array,
+    counts: TokenCounts,
+    *,
+    max_candidates: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Turns the logits of one row into its distribution.
+
+    Order: logit bias and the ban of EOS, penalties, top_k, top_p, min_p, temperature.
+    Each filter measures the renormalised survivors of the one before, at temperature 1.
+    Ties go to the lower id.
+
+    Args:
+      settings: the request's settings.
+      logits: `[V]` float; dtypes below 32 bits are cast to float32 first.
+      counts: the text before this row.
+      max_candidates: static; if given, no row is ever sorted beyond so many
+        candidates. Requests must be checked against it by `sampling_settings`.
+
+    Returns:
+      `[V]` probabilities (all zero if the row is bad), and [] int32 `Status` bits:
+      NON_FINITE_LOGITS for NaN or +inf, EMPTY_SUPPORT if every logit is -inf.
+
+    Raises:
+      ValueError: at trace time, if shapes differ.
+
+    Exactness: a function of one row; sums have a fixed order, so the bits do not
+      depend on how many rows share a window.
+    """
+    vocab_size = settings.logit_bias.shape[0]
+    _checks.check_shape("logits", logits, (vocab_size,))
+    logits = logits.astype(probs_dtype(logits.dtype))
+    dtype = logits.dtype
+    is_finite = _is_finite(logits)
+
+    logits = logits + settings.logit_bias.astype(dtype)
+    eos_ids = jnp.where(settings.eos_ids < 0, vocab_size, settings.eos_ids)
+    is_eos = jnp.zeros(vocab_size, bool).at[eos_ids].set(True, mode="drop")
+    ban_eos = counts.num_output < settings.min_tokens
+    logits = jnp.where(is_eos & ban_eos, -jnp.inf, logits)
+    logits = _penalise(settings, logits, counts)
+    # A penalty can overflow a finite logit.
+    is_finite = is_finite & _is_finite(logits)
+    # Minus zero and zero are one value, but not to a sort.
+    logits = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
+
+    largest = jnp.max(logits)
+    status = jnp.where(
+        is_finite,
+        jnp.where(largest == -jnp.inf, Status.EMPTY_SUPPORT.value, 0),
+        Status.NON_FINITE_LOGITS.value,
+    ).astype(jnp.int32)
+    is_good = status == 0
+    # A bad row is replaced, so that nothing below meets a NaN.
+    logits = jnp.where(is_good, logits, jnp.zeros_like(logits))
+    largest = jnp.where(is_good, largest, jnp.zeros_like(largest))
+
+    keep = _survivors(settings, logits, largest, max_candidates)
+    probs = _tempered(settings.temperature.astype(dtype), logits, largest, keep)
+    return jnp.where(is_good, probs, jnp.zeros_like(probs)), status
+
+
+def _is_finite(logits: jax.Array) -> jax.Array:
+    # -inf is legal: a banned token.
+    return ~jnp.any(jnp.isnan(logits) | (logits == jnp.inf))
+
+
+def _penalise(
+    settings: SamplingSettings, logits: jax.Array, counts: TokenCounts
+) -> jax.Array:
+    dtype = logits.dtype
+    repetition = settings.repetition_penalty.astype(dtype)
+    seen = counts.in_prompt | (counts.in_output > 0)
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    # A banned token stays banned: -inf times a penalty is -inf.
+    logits = jnp.where(seen, repeated, logits)
+    occurrences = counts.in_output.astype(dtype)
+    presence = jnp.where(
+        counts.in_output > 0, settings.presence_penalty.astype(dtype), 0
+    )
+    return logits - settings.frequency_penalty.astype(dtype) * occurrences - presence
+
+
+def _survivors(
+    settings: SamplingSettings,
+    logits: jax.Array,
+    largest: jax.Array,
+    max_candidates: int | None,
+) -> jax.Array:
+    """Returns the [V] bool mask of tokens that pass the three filters."""
+    vocab_size = logits.shape[0]
+    dtype = logits.dtype
+    top_p = settings.top_p.astype(dtype)
+    min_p = settings.min_p.astype(dtype)
+    is_off = (settings.top_k >= vocab_size) & (top_p >= 1) & (min_p <= 0)
+
+    def keep_all(_: None) -> jax.Array:
+        return jnp.full(vocab_size, True)
+
+    def cut(num_sorted: int) -> tuple[jax.Array, jax.Array]:
+        """Finds the cut among the first candidates; False if it lies beyond them."""
+        values, ids = lax.top_k(logits, num_sorted)
+        weights = jnp.exp(values - largest)
+        rank = jnp.arange(num_sorted, dtype=jnp.int32)
+        in_top_k = rank < settings.top_k
+        running = doubling_sum(jnp.where(in_top_k, weights, 0))
+        before = jnp.pad(running[:-1], (1, 0))
+        # With top_k off (or beyond the candidates) the mass is that of all tokens.
+        is_prefix = settings.top_k <= num_sorted
+        total = lax.cond(
+            is_prefix,
+            lambda: running[-1],
+            lambda: halving_sum(jnp.exp(logits - largest)),
+        )
+        # "before < top_p" is monotone in exact arithmetic; the first failure decides.
+        fails = ~in_top_k | ((before >= top_p * total) & (top_p < 1))
+        fails = fails | (weights < min_p)
+        fails = fails.at[0].set(False)
+        first = jnp.argmax(fails).astype(jnp.int32)
+        num_kept = jnp.where(jnp.any(fails), first, num_sorted)
+        is_top_k_off = settings.top_k >= vocab_size
+        is_inside = is_prefix | (is_top_k_off & jnp.any(fails))
+        last = num_kept - 1
+        keep = (logits > values[last]) | (
+            (logits == values[last])
+            & (jnp.arange(vocab_size, dtype=ids.dtype) <= ids[last])
+        )
+        return keep, is_inside
+
+    def cut_by_filters(_: None) -> jax.Array:
+        if max_candidates is not None:
+            return cut(min(max_candidates, vocab_size))[0]
+        if vocab_size <= _NUM_CANDIDATES:
+            return cut(vocab_size)[0]
+        keep, is_inside = cut(_NUM_CANDIDATES)
+        return lax.cond(is_inside, lambda: keep, lambda: cut(vocab_size)[0])
+
+    return lax.cond(is_off, keep_all, cut_by_filters, None)
+
+
+def _tempered(
+    temperature: jax.Array, logits: jax.Array, largest: jax.Array, keep: jax.Array
+) -> jax.Array:
+    is_greedy = temperature == 0
+    divisor = jnp.where(is_greedy, jnp.ones_like(temperature), temperature)
+    weights = jnp.where(keep, jnp.exp((logits - largest) / divisor), 0)
+    probs = weights / halving_sum(weights)
+    best = jnp.argmax(logits)
+    greedy = jnp.arange(logits.shape[0], dtype=best.dtype) == best
+    return jnp.where(is_greedy, greedy.astype(probs.dtype), probs)
