@@ -5,12 +5,16 @@ Whatever is drafted and however it is gated, the samples are the target's.
 
 __version__ = "0.1.0"
 
+from strata_jax import audit as audit
+from strata_jax import checkpoints as checkpoints
+from strata_jax import diagnostics as diagnostics
 from strata_jax import drafters as drafters
 from strata_jax import gates as gates
 from strata_jax import measures as measures
 from strata_jax import models as models
 from strata_jax import sampling as sampling
 from strata_jax import targets as targets
+from strata_jax import testing as testing
 from strata_jax import verifiers as verifiers
 from strata_jax._decode import DecoderState as DecoderState
 from strata_jax._decode import Settings as Settings
@@ -18,6 +22,8 @@ from strata_jax._decode import ancestral_decoder as ancestral_decoder
 from strata_jax._decode import decode as decode
 from strata_jax._decode import output_tokens as output_tokens
 from strata_jax._decode import speculative_decoder as speculative_decoder
+from strata_jax._generate import Generation as Generation
+from strata_jax._generate import generate as generate
 from strata_jax._status import DecodingError as DecodingError
 from strata_jax._status import Status as Status
 from strata_jax._status import raise_if_failed as raise_if_failed

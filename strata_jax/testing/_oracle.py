@@ -29,8 +29,8 @@ class OracleVerdict(NamedTuple):
       source: where the last token comes from. `"bonus"`: a row that was never
         attempted, or the row after all drafts; `"rejection"`: an offered token was
         refused; `"null"`: a NULL row.
-      zero_measure_offered: whether the window reached an offered token that has no
-        mass in the measure.
+      zero_measure_offered: whether any offered token has no mass in the measure,
+        whether or not the window reached its row.
     """
 
     tokens: list[int]
@@ -514,8 +514,7 @@ def oracle_verify_token(
       block_size: as in `oracle_draw`.
 
     Returns:
-      An `OracleVerdict`. `zero_measure_offered` looks only at rows the window
-      reached.
+      An `OracleVerdict`.
 
     Raises:
       ValueError: if a shape, dtype, kind, offered id or uniform is out of range, or
@@ -529,19 +528,13 @@ def oracle_verify_token(
       <https://arxiv.org/abs/2211.17192>`_, 2023, Alg. 1 (the case mu = q).
     """
     probs, drafts, kinds, picks = _window(target_probs, tokens, kind, pick_uniforms)
-    num_rows, vocab_size = len(drafts), probs.shape[1]
-    mu = _rows("measure", measure, ndim=2)
-    if mu.shape != (num_rows, vocab_size) or mu.dtype != probs.dtype:
-        raise ValueError(
-            f"measure must be [{num_rows}, {vocab_size}] {probs.dtype}, got "
-            f"{list(mu.shape)} {mu.dtype}"
-        )
+    num_rows = len(drafts)
+    mu = _measure_rows(measure, probs, num_rows)
     accepts = _vector("accept_uniforms", accept_uniforms, num_rows)
     residual_pair = _vector("residual_uniforms", residual_uniforms, 2)
 
     emitted: list[int] = []
     source, final, pair = "bonus", probs[num_rows], picks[num_rows]
-    zero_measure_offered = False
     for i in range(num_rows):
         if kinds[i] == ABSENT:
             source, final, pair = "bonus", probs[i], picks[i]
@@ -549,7 +542,6 @@ def oracle_verify_token(
         if kinds[i] == OFFERED:
             token = drafts[i]
             u = _uniform("accept_uniforms", accepts[i], probs.dtype)
-            zero_measure_offered = zero_measure_offered or not mu[i, token] > 0
             if mu[i, token] > 0 and u * mu[i, token] < probs[i, token]:
                 emitted.append(token)
                 continue
@@ -566,7 +558,7 @@ def oracle_verify_token(
         num_accepted=num_accepted,
         num_emitted=num_accepted + 1,
         source=source,
-        zero_measure_offered=zero_measure_offered,
+        zero_measure_offered=_offers_zero_measure(mu, drafts, kinds),
     )
 
 
@@ -576,6 +568,7 @@ def oracle_verify_exact_match(
     kind: Sequence[int],
     pick_uniforms: ArrayLike,
     block_size: int = 256,
+    measure: ArrayLike | None = None,
 ) -> OracleVerdict:
     """Verifies one window by comparing each draft with the target's own draw.
 
@@ -588,9 +581,11 @@ def oracle_verify_exact_match(
       kind: `[K]` row kinds: 0 ABSENT, 1 OFFERED, 2 NULL.
       pick_uniforms: `[K+1, 2]` in [0, 1), block and token uniform of each row.
       block_size: as in `oracle_draw`.
+      measure: `[K, V]` as in `oracle_verify_token` or None; decides nothing, and is
+        read for `zero_measure_offered` alone.
 
     Returns:
-      An `OracleVerdict`; `zero_measure_offered` is always False.
+      An `OracleVerdict`; without `measure`, `zero_measure_offered` is False.
 
     Raises:
       ValueError: if a shape, dtype, kind, offered id or uniform is out of range, or
@@ -617,7 +612,27 @@ def oracle_verify_exact_match(
         num_accepted=len(emitted) - 1,
         num_emitted=len(emitted),
         source=source,
-        zero_measure_offered=False,
+        zero_measure_offered=measure is not None
+        and _offers_zero_measure(
+            _measure_rows(measure, probs, len(drafts)), drafts, kinds
+        ),
+    )
+
+
+def _measure_rows(measure: ArrayLike, probs: np.ndarray, num_rows: int) -> np.ndarray:
+    mu = _rows("measure", measure, ndim=2)
+    if mu.shape != (num_rows, probs.shape[1]) or mu.dtype != probs.dtype:
+        raise ValueError(
+            f"measure must be [{num_rows}, {probs.shape[1]}] {probs.dtype}, got "
+            f"{list(mu.shape)} {mu.dtype}"
+        )
+    return mu
+
+
+def _offers_zero_measure(mu: np.ndarray, drafts: list[int], kinds: list[int]) -> bool:
+    return any(
+        row_kind == OFFERED and not mu[i, drafts[i]] > 0
+        for i, row_kind in enumerate(kinds)
     )
 
 

@@ -1,0 +1,11 @@
+"""Checkpoints: GGUF and safetensors files to parameters, and their tokenizers."""
+
+from strata_jax.checkpoints._gguf import find_smollm2 as find_smollm2
+from strata_jax.checkpoints._gguf import load_gguf as load_gguf
+from strata_jax.checkpoints._safetensors import load_safetensors as load_safetensors
+from strata_jax.checkpoints._safetensors import read_safetensors as read_safetensors
+from strata_jax.checkpoints._safetensors import save_safetensors as save_safetensors
+from strata_jax.checkpoints._tokenizer import DecodeStream as DecodeStream
+from strata_jax.checkpoints._tokenizer import Tokenizer as Tokenizer
+from strata_jax.checkpoints._tokenizer import load_gguf_tokenizer as load_gguf_tokenizer
+from strata_jax.checkpoints._tokenizer import load_tokenizer_json as load_tokenizer_json

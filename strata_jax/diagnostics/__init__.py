@@ -1,0 +1,12 @@
+"""Diagnostics: acceptance, and divergences between laws."""
+
+from strata_jax.diagnostics._acceptance import AcceptanceSummary as AcceptanceSummary
+from strata_jax.diagnostics._acceptance import RowMasses as RowMasses
+from strata_jax.diagnostics._acceptance import row_masses as row_masses
+from strata_jax.diagnostics._acceptance import (
+    summarize_acceptance as summarize_acceptance,
+)
+from strata_jax.diagnostics._divergence import ChiSquare as ChiSquare
+from strata_jax.diagnostics._divergence import chi_square as chi_square
+from strata_jax.diagnostics._divergence import kl_divergence as kl_divergence
+from strata_jax.diagnostics._divergence import total_variation as total_variation

@@ -1,0 +1,435 @@
+"""Conformance checks: the contracts as functions that users call on their own parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strata_jax import audit, gates, verifiers
+from strata_jax._decode import speculative_decoder
+from strata_jax._types import (
+    Context,
+    Drafter,
+    Gate,
+    GateContext,
+    Params,
+    Proposal,
+    RowKind,
+    SpeculativeDecoder,
+    TargetModel,
+    Verifier,
+    Window,
+)
+from strata_jax.drafters import model
+from strata_jax.models import LlamaCache
+from strata_jax.targets import TabularParams, tabular
+
+_LAW_TOLERANCE = {np.dtype(np.float32): 1e-6, np.dtype(np.float64): 1e-12}
+
+
+class ConformanceError(AssertionError):
+    """A part breaks a contract; the message names it."""
+
+
+def check_law(
+    decoder: SpeculativeDecoder,
+    params: Any,
+    context: Sequence[int],
+    table: np.ndarray,
+    *,
+    num_tokens: int = 2,
+    **settings: Any,
+) -> audit.LawDifference:
+    """Checks by enumeration that a decoder emits the law of a Markov table (V1).
+
+    Args:
+      decoder: a decoder over a `targets.tabular` target, small enough to enumerate.
+      params: its params.
+      context: the prompt, token ids.
+      table: `[V] * n + [V]` float, the target's probabilities.
+      num_tokens: length of the sequences that are compared.
+      **settings: for `decoder.init`.
+
+    Returns:
+      The difference found, below the tolerance: 1e-6 in float32, 1e-12 in float64.
+
+    Raises:
+      ConformanceError: if the law is another.
+
+    Exactness: exact enumeration through the decoder's own `step`.
+    """
+    state = decoder.init(params, context, **settings)
+    law = audit.sequence_law(decoder, params, state, num_tokens)
+    reference = audit.markov_law(table, context, num_tokens)
+    difference = audit.compare_laws(law, reference)
+    dtype = np.dtype(jnp.zeros((), float).dtype)
+    if not difference.total_variation <= _LAW_TOLERANCE[dtype]:
+        raise ConformanceError(
+            f"V1: the emitted law is not the target's: total variation "
+            f"{difference.total_variation:.3g}, worst at {difference.worst_tokens}"
+        )
+    return difference
+
+
+def check_gate(gate: Gate, *, seed: int = 0, **settings: float) -> None:
+    """Checks a gate: the form of its decisions, and the law under it (G1, V1).
+
+    Args:
+      gate: the gate.
+      seed: of the random rows.
+      **settings: the gate's settings, where they have no default.
+
+    Raises:
+      ConformanceError: naming the contract that is broken.
+
+    Exactness: decisions are tested on random rows; the law by exact enumeration with
+      three tokens, two drafts and `verifiers.token`.
+    """
+    random = np.random.default_rng(seed)
+    numbers = {
+        name: jnp.asarray(settings.get(name, setting.default), float)
+        for name, setting in gate.settings.items()
+    }
+    for vocab_size in (3, 300):
+        rows = jnp.asarray(random.dirichlet(np.full(vocab_size, 0.3), 8), float)
+        decide = jax.jit(gate.decide)
+        for row in rows:
+            context = _gate_context(gate, vocab_size)
+            decision = decide(numbers, context, row)
+            again = decide(numbers, context, row)
+            _require(decision.attempt.shape == (), "G1: attempt must be a scalar bool")
+            _require(decision.attempt.dtype == bool, "G1: attempt must be a bool")
+            for name in ("admit", "go_on"):
+                _require(
+                    getattr(decision, name).shape == (vocab_size,),
+                    f"G1: {name} must have one entry for each of {vocab_size} tokens",
+                )
+            _require(decision.go_on.dtype == bool, "G1: go_on must be bool")
+            admit = np.asarray(decision.admit, np.float64)
+            _require(
+                bool(np.all((admit >= 0) & (admit <= 1))),
+                "G1: admit must lie in [0, 1]",
+            )
+            _require(
+                _same(decision, again), "G1: two calls on one row gave two decisions"
+            )
+    target, params, table = _tables(seed)
+    decoder = speculative_decoder(
+        target, model(target, num_draft_tokens=2), gate, verifiers.token()
+    )
+    check_law(decoder, params, [0], table, num_tokens=2, **settings)
+
+
+def check_verifier(verifier: Verifier, *, seed: int = 0) -> None:
+    """Checks a verifier: the law with every kind of row (V1), and its verdicts.
+
+    Args:
+      verifier: the verifier.
+      seed: of the random tables.
+
+    Raises:
+      ConformanceError: naming the contract that is broken.
+
+    Exactness: exact enumeration with three tokens, K of 0 and 2, under gates that make
+      OFFERED, NULL and ABSENT rows, soft ones too.
+    """
+    target, params, table = _tables(seed)
+    some_gates = {
+        "always": gates.always(),
+        "picked": gates.picked(0.3),
+        "top": gates.top(0.5),
+        "include_then_stop": gates.include_then_stop(0.4),
+        "soft": gates.soft(lambda settings, context, probs: 1 - probs),
+    }
+    for draft_rule in verifier.draft_rules:
+        for name, gate in some_gates.items():
+            decoder = speculative_decoder(
+                target,
+                model(target, num_draft_tokens=2),
+                gate,
+                verifier,
+                draft_rule=draft_rule,
+            )
+            try:
+                check_law(decoder, params, [0], table, num_tokens=2)
+            except ConformanceError as error:
+                raise ConformanceError(f"under gates.{name}: {error}") from error
+    decoder = speculative_decoder(target, verifier=verifier)
+    check_law(decoder, params, [0], table, num_tokens=2)
+
+
+def check_drafter(
+    drafter: Drafter,
+    target: TargetModel,
+    params: Any,
+    context: Sequence[int],
+    *,
+    gate: Gate | None = None,
+    num_windows: int = 8,
+    seed: int = 0,
+    **settings: Any,
+) -> None:
+    """Checks a drafter's proposals over some windows (P1, P2, R1, T2).
+
+    Kinds read OFFERED*, NULL?, ABSENT*; a measure is a sub-probability that gives every
+    offered token mass; the budget is respected; proposals do not depend on the
+    verifier's draws; and after accepted and rejected drafts they are bitwise those of a
+    drafter that starts afresh on the committed text.
+
+    Args:
+      drafter: the drafter.
+      target: a target it drafts for.
+      params: the params of both.
+      context: a prompt, token ids.
+      gate: a gate to try it with; None admits all.
+      num_windows: how many windows to run.
+      seed: of the request.
+      **settings: for `decoder.init`.
+
+    Raises:
+      ConformanceError: naming the contract that is broken.
+
+    Exactness: a test on one run; the law of small drafters is tested by `check_law`.
+    """
+    decoder = speculative_decoder(
+        target, drafter, gate, verifiers.token(), bit_exact=target.is_bit_exact
+    )
+    step = jax.jit(decoder.step)
+    budget = num_windows * (drafter.num_draft_tokens + 1)
+    settings = {"seed": seed, "max_new_tokens": budget, **settings}
+    state = decoder.init(params, context, **settings)
+    for index in range(num_windows):
+        if int(state.finish_reason):
+            break
+        before = state
+        state, window = step(params, before)
+        _check_proposal(window)
+        room = budget - int(before.counts.num_output) - 1
+        num_attempted = int((window.proposal.kind != RowKind.ABSENT).sum())
+        _require(
+            num_attempted <= max(room, 0),
+            f"P2: {num_attempted} rows attempted with room for {room}",
+        )
+
+        other = jax.tree.map(lambda leaf: 1 - 2**-24 - leaf, window.draws.verifier)
+        _, twin = step(params, before, window.draws.replace(verifier=other))
+        _require(
+            _same(window.proposal, twin.proposal),
+            "R1: the proposal depends on the verifier's draws",
+        )
+        length = int(before.context.length)
+        fresh = decoder.init(
+            params,
+            np.asarray(before.context.tokens)[:length],
+            prompt_length=len(context),
+            window=int(before.window),
+            **settings,
+        )
+        fresh = fresh.replace(gate_state=before.gate_state)
+        _, expected = step(params, fresh)
+        _require(
+            _same(window.proposal, expected.proposal),
+            f"T2: in window {index} the proposal is not that of a fresh drafter on the "
+            "committed text: its cache was not rolled back or not brought up to date",
+        )
+
+
+def check_target(
+    target: TargetModel,
+    params: Any,
+    tokens: Sequence[int],
+    *,
+    max_width: int = 8,
+    poison: Callable[[Any, int], Any] | None = None,
+) -> dict[str, int]:
+    """Checks a target's arithmetic bit by bit against its T = 1 program (T1, T2).
+
+    Widths 1 .. `max_width`, windows whose drafts are rejected, prefill in one piece and
+    in several, and `vmap` over two requests.
+
+    Args:
+      target: the target; a float32 width of at least 256 makes the test meaningful.
+      params: its weights.
+      tokens: a text, at least `2 * max_width` token ids.
+      max_width: the largest window.
+      poison: (state, position) -> state with NaN in all slots from `position` on;
+        if given, windows are scored on poisoned caches. `poison_cache` does it for a
+        `LlamaCache`.
+
+    Returns:
+      How many logit rows were compared, by check.
+
+    Raises:
+      ConformanceError: naming the contract, the width and the row.
+
+    Exactness: every comparison is of bits.
+    """
+    text = np.asarray(tokens, np.int32)
+    _require(len(text) >= 2 * max_width, "tokens must hold at least 2 * max_width ids")
+    one = jax.jit(target.score)
+    window = jax.jit(target.score)
+    prefill = jax.jit(target.prefill)
+    commit = jax.jit(target.commit)
+    poison = poison or (lambda state, position: state)
+
+    expected = []
+    state = target.init(params)
+    for position in range(len(text)):
+        rows, state = one(
+            params, state, text[position : position + 1], _int(position), _int(1)
+        )
+        state = commit(state, _int(position), _int(1))
+        expected.append(np.asarray(rows.logits[0]))
+
+    def run(width: int, num_kept: int) -> int:
+        """Scores windows of `width` rows and keeps `num_kept` of each."""
+        state = target.init(params)
+        position, compared = 0, 0
+        while position < len(text):
+            count = min(width, len(text) - position)
+            piece = np.zeros(max_width, np.int32)
+            piece[:count] = text[position : position + count]
+            # Rows that will be rejected hold other tokens than the text.
+            piece[num_kept:count] = (piece[num_kept:count] + 1) % target.vocab_size
+            state = poison(state, position)
+            rows, state = window(params, state, piece, _int(position), _int(count))
+            logits = np.asarray(rows.logits)
+            kept = min(num_kept, count)
+            for row in range(kept):
+                if not np.array_equal(
+                    logits[row], expected[position + row], equal_nan=True
+                ):
+                    differing = int((logits[row] != expected[position + row]).sum())
+                    raise ConformanceError(
+                        f"T1: window of {width} rows at position {position}, row "
+                        f"{row}: {differing} of {logits.shape[1]} logits differ from "
+                        "the singleton's"
+                    )
+            state = commit(state, _int(position), _int(kept))
+            position += kept
+            compared += kept
+        return compared
+
+    counts = {"widths": 0, "rejections": 0, "prefill": 0, "vmap": 0}
+    for width in range(1, max_width + 1):
+        counts["widths"] += run(width, width)
+    for num_kept in range(1, max_width):
+        counts["rejections"] += run(max_width, num_kept)
+
+    last = len(text) - 1
+    for cuts in ([0, last], [0, last // 3, last // 3 + 1, last]):
+        state = target.init(params)
+        for start, stop in itertools.pairwise(cuts):
+            state = prefill(params, state, text, _int(start), _int(stop))
+        rows, _ = one(params, poison(state, last), text[last:], _int(last), _int(1))
+        _require(
+            np.array_equal(rows.logits[0], expected[last], equal_nan=True),
+            f"T1: prefill in pieces {cuts} gives other logits than decoding",
+        )
+        counts["prefill"] += 1
+
+    position = max_width
+    states = [
+        prefill(params, target.init(params), text + shift, _int(0), _int(position))
+        for shift in (0, 1)
+    ]
+    pieces = [text[position : position + 2] + shift for shift in (0, 1)]
+    batched = jax.jit(jax.vmap(target.score, in_axes=(None, 0, 0, None, None)))
+    together, _ = batched(
+        params, audit.stack(states), jnp.stack(pieces), _int(position), _int(2)
+    )
+    for request in (0, 1):
+        alone, _ = one(
+            params, states[request], pieces[request], _int(position), _int(2)
+        )
+        _require(
+            np.array_equal(together.logits[request], alone.logits, equal_nan=True),
+            "T1: a request under vmap gets other logits than alone",
+        )
+        counts["vmap"] += 2
+    return counts
+
+
+def poison_cache(cache: LlamaCache, position: int) -> LlamaCache:
+    """Fills a cache with NaN from a position on, for `check_target`.
+
+    Args:
+      cache: the cache.
+      position: the first dead row.
+
+    Returns:
+      The poisoned cache.
+
+    Exactness: no bit of any logit may change by it.
+    """
+    return jax.tree.map(lambda rows: rows.at[:, position:].set(jnp.nan), cache)
+
+
+def _check_proposal(window: Window) -> None:
+    proposal: Proposal = window.proposal
+    kind = np.asarray(proposal.kind)
+    order = {RowKind.OFFERED: 0, RowKind.NULL: 1, RowKind.ABSENT: 2}
+    places = [order[RowKind(value)] for value in kind]
+    _require(
+        places == sorted(places) and places.count(1) <= 1,
+        f"P1: kinds must read OFFERED*, NULL?, ABSENT*, got {kind.tolist()}",
+    )
+    measure = np.asarray(proposal.measure, np.float64)
+    tokens = np.asarray(proposal.tokens)
+    _require(bool((measure >= 0).all()), "P1: a measure is negative")
+    _require(bool((measure.sum(axis=1) <= 1 + 1e-5).all()), "P1: a measure exceeds 1")
+    for row, value in enumerate(kind):
+        if value == RowKind.OFFERED:
+            token = int(tokens[row])
+            _require(0 <= token < measure.shape[1], f"P1: row {row} offers no token id")
+            _require(
+                measure[row, token] > 0,
+                f"P1: row {row} offers token {token}, which its measure excludes",
+            )
+        else:
+            _require(
+                int(tokens[row]) == -1, f"P1: row {row} shows a token it does not offer"
+            )
+        if value == RowKind.ABSENT:
+            _require(not measure[row].any(), f"P1: the ABSENT row {row} has a measure")
+
+
+def _tables(seed: int) -> tuple[TargetModel, Params, np.ndarray]:
+    random = np.random.default_rng(seed)
+    table, draft = random.dirichlet(np.ones(3), (2, 3))
+    target = tabular(3, max_length=8)
+    params = Params(
+        target=TabularParams(jnp.log(jnp.asarray(table, float))),
+        drafter=TabularParams(jnp.log(jnp.asarray(draft, float))),
+    )
+    return target, params, table
+
+
+def _gate_context(gate: Gate, vocab_size: int) -> GateContext:
+    tokens = jnp.arange(8, dtype=jnp.int32) % vocab_size
+    return GateContext(
+        committed=Context(tokens=tokens, length=_int(5)),
+        row=_int(0),
+        draft_tokens=jnp.full(3, -1, jnp.int32),
+        draft_token_probs=jnp.zeros(3, float),
+        state=gate.init(),
+    )
+
+
+def _int(value: int) -> jax.Array:
+    return jnp.asarray(value, jnp.int32)
+
+
+def _same(first: Any, second: Any) -> bool:
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConformanceError(message)
