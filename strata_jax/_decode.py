@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import flax.struct
 import jax
@@ -279,7 +280,7 @@ def speculative_decoder(
         )
         status = verdict.status | record.status
         status = status | jnp.where(is_full, Status.CACHE_FULL.value, 0)
-        verdict = verdict.replace(status=status)  # type: ignore[attr-defined]
+        verdict = dataclasses.replace(verdict, status=status)
 
         num_emitted = verdict.num_emitted
         context = _append(context, verdict)
@@ -349,6 +350,30 @@ def ancestral_decoder(target: TargetModel, **options: Any) -> SpeculativeDecoder
     Exactness: the law of the target by definition; its program is the singleton.
     """
     return speculative_decoder(target, **options)
+
+
+@overload
+def decode(
+    decoder: SpeculativeDecoder,
+    params: Any,
+    state: DecoderState,
+    num_windows: int,
+    *,
+    trace: Literal[False] = False,
+    throw: bool = True,
+) -> tuple[DecoderState, Verdict]: ...
+
+
+@overload
+def decode(
+    decoder: SpeculativeDecoder,
+    params: Any,
+    state: DecoderState,
+    num_windows: int,
+    *,
+    trace: Literal[True],
+    throw: bool = True,
+) -> tuple[DecoderState, Window]: ...
 
 
 def decode(
@@ -576,7 +601,8 @@ def _cut(
     num_emitted = jnp.where(is_running, num_emitted, 0)
     bad_status = jnp.where(is_failed, row_status[verdict.num_accepted], 0)
     status = jnp.where(is_running, verdict.status | bad_status, 0)
-    return verdict.replace(  # type: ignore[attr-defined]
+    return dataclasses.replace(
+        verdict,
         tokens=jnp.where(index < num_emitted, verdict.tokens, -1),
         num_accepted=jnp.minimum(verdict.num_accepted, num_emitted),
         num_emitted=num_emitted,
@@ -602,7 +628,8 @@ def _append(context: Context, verdict: Verdict) -> Context:
 def _count(counts: TokenCounts, verdict: Verdict) -> TokenCounts:
     vocab_size = counts.in_output.shape[0]
     tokens = jnp.where(verdict.tokens >= 0, verdict.tokens, vocab_size)
-    return counts.replace(  # type: ignore[attr-defined]
+    return dataclasses.replace(
+        counts,
         in_output=counts.in_output.at[tokens].add(1, mode="drop"),
         num_output=counts.num_output + verdict.num_emitted,
     )

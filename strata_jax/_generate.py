@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from strata_jax import _checks
@@ -61,7 +62,8 @@ class Generation:
       status: `Status` bits; not OK if it failed.
       verdicts: those of all windows that ran, as NumPy arrays, leading axis windows.
         They may hold tokens behind a stop string.
-      seconds: wall time after the prompt was read, compilation included.
+      call_seconds: wall time of each call of `decode`; the first one compiles.
+      windows_per_call: windows of each of these calls.
       prompt_seconds: wall time of checking and reading the prompt.
     """
 
@@ -71,7 +73,8 @@ class Generation:
     finish_reason: str
     status: Status
     verdicts: Verdict
-    seconds: float
+    call_seconds: tuple[float, ...]
+    windows_per_call: int
     prompt_seconds: float
 
 
@@ -141,24 +144,21 @@ def generate(
         progress = on_text is None and max_new_tokens >= _LONG_RUN
     output = _Output(tokenizer, stop, on_text)
     verdicts: list[Verdict] = []
+    call_seconds: list[float] = []
     interrupted = False
     with _progress_bar(progress, max_new_tokens - already) as advance:
         try:
-            for state, chunk in _windows(decoder, params, state, windows_per_call):
-                verdicts.append(chunk)
-                tokens = np.asarray(chunk.tokens)
-                before = len(output.tokens)
-                for token in tokens[tokens >= 0]:
-                    output.add(int(token))
-                    if output.is_stopped:
-                        break
-                advance(len(output.tokens) - before)
-                if output.is_stopped:
-                    break
+            while not output.is_stopped and _is_running(state):
+                called = time.perf_counter()
+                state, chunk = decode(
+                    decoder, params, state, windows_per_call, throw=False
+                )
+                verdicts.append(jax.tree.map(np.asarray, chunk))
+                call_seconds.append(time.perf_counter() - called)
+                advance(output.extend(verdicts[-1].tokens))
         except KeyboardInterrupt:
             interrupted = True
     output.finish()
-    seconds = time.perf_counter() - read
 
     status = Status(int(state.status)) if not interrupted else Status.OK
     if output.is_stopped:
@@ -176,20 +176,14 @@ def generate(
         finish_reason=reason,
         status=status,
         verdicts=_concatenate(verdicts, decoder.num_draft_tokens),
-        seconds=seconds,
+        call_seconds=tuple(call_seconds),
+        windows_per_call=windows_per_call,
         prompt_seconds=read - started,
     )
 
 
-def _windows(
-    decoder: SpeculativeDecoder, params: Any, state: DecoderState, windows_per_call: int
-) -> Iterator[tuple[DecoderState, Verdict]]:
-    """Yields (state, verdicts on the host) until the request has finished."""
-    while int(state.finish_reason) == FinishReason.RUNNING:
-        state, verdicts = decode(
-            decoder, params, state, num_windows=windows_per_call, throw=False
-        )
-        yield state, jax.tree.map(np.asarray, verdicts)
+def _is_running(state: DecoderState) -> bool:
+    return int(state.finish_reason) == FinishReason.RUNNING
 
 
 class _Output:
@@ -209,9 +203,14 @@ class _Output:
         self._reach = max((len(text) for text in stop), default=1) - 1
         self._on_text = on_text
 
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        self._append(self._stream.step(token))
+    def extend(self, tokens: jax.Array) -> int:
+        """Takes in emitted tokens, up to a stop text; returns how many."""
+        before = len(self.tokens)
+        for token in np.ravel(tokens):
+            if token >= 0 and not self.is_stopped:
+                self.tokens.append(int(token))
+                self._append(self._stream.step(int(token)))
+        return len(self.tokens) - before
 
     def finish(self) -> None:
         if not self.is_stopped:
@@ -250,16 +249,15 @@ def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], object
 
 
 def _concatenate(verdicts: list[Verdict], num_draft_tokens: int) -> Verdict:
-    if not verdicts:
-        none = np.zeros(0, np.int32)
-        return Verdict(
-            tokens=np.zeros((0, num_draft_tokens + 1), np.int32),
-            num_accepted=none,
-            num_emitted=none,
-            source=none,
-            status=none,
-            kind=np.zeros((0, num_draft_tokens), np.int32),
-        )
-    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *verdicts)
+    none = jnp.zeros(0, jnp.int32)
+    empty = Verdict(
+        tokens=jnp.zeros((0, num_draft_tokens + 1), jnp.int32),
+        num_accepted=none,
+        num_emitted=none,
+        source=none,
+        status=none,
+        kind=jnp.zeros((0, num_draft_tokens), jnp.int32),
+    )
+    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), empty, *verdicts)
     ran = (joined.num_emitted > 0) | (joined.status != 0)
     return jax.tree.map(lambda leaf: leaf[ran], joined)

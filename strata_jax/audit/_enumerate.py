@@ -58,14 +58,24 @@ class WindowCells:
 class WindowEnumerator:
     """Enumerates windows of one decoder; its compiled program is kept between calls."""
 
-    def __init__(self, decoder: SpeculativeDecoder, params: Any, state: Any):
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        params: Any,
+        state: Any,
+        *,
+        batch_sizes: Sequence[int] = (_SMALL_BATCH, _LARGE_BATCH),
+    ):
         """Compiles nothing yet.
 
         Args:
           decoder: the decoder, whose own `step` is called.
           params: its params, one instance, for the shapes.
           state: a state of it, one instance, for the shapes.
+          batch_sizes: how many calls of `step` run together, in increasing order. Each
+            size is one compilation; the smallest that fits is used.
         """
+        self._batch_sizes = tuple(batch_sizes)
         window = jax.eval_shape(decoder.step, params, state)[1]
         self._decoder = decoder
         self._layout = _DrawsLayout(window)
@@ -115,11 +125,12 @@ class WindowEnumerator:
         Exactness: calls the decoder's own `step`.
         """
         pieces = []
-        for start in range(0, len(instance), _LARGE_BATCH):
-            piece = slice(start, start + _LARGE_BATCH)
+        largest = self._batch_sizes[-1]
+        for start in range(0, len(instance), largest):
+            piece = slice(start, start + largest)
             count = len(instance[piece])
-            # Two fixed batch sizes, so that there are two compilations.
-            width = _SMALL_BATCH if count <= _SMALL_BATCH else _LARGE_BATCH
+            # A few fixed batch sizes, so that there are as many compilations.
+            width = next(size for size in self._batch_sizes if count <= size)
 
             def padded(array: np.ndarray) -> np.ndarray:
                 pad = np.repeat(array[:1], width - count, axis=0)  # noqa: B023

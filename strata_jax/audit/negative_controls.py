@@ -11,6 +11,7 @@ that a gate admits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -267,9 +268,7 @@ def draw_dependent_suffix(drafter: Drafter, root: int) -> Drafter:
         token = jnp.arange(vocab_size, dtype=jnp.int32)
         point = (token == root).astype(proposal.measure.dtype)
         first = jnp.where(proposal.tokens[0] == root, point, proposal.measure[0])
-        return proposal.replace(  # type: ignore[attr-defined]
-            measure=proposal.measure.at[0].set(first)
-        )
+        return dataclasses.replace(proposal, measure=proposal.measure.at[0].set(first))
 
     return _edited(drafter, edit)
 
@@ -308,7 +307,7 @@ def shared_draft_and_residual_key(decoder: SpeculativeDecoder) -> SpeculativeDec
                 "the decoder's verifier draws no residual: use verifiers.token()"
             )
         verifier_draws = draws.verifier.replace(residual=draws.draft[0])
-        draws = draws.replace(verifier=verifier_draws)  # type: ignore[attr-defined]
+        draws = dataclasses.replace(draws, verifier=verifier_draws)
         return decoder.step(params, state, draws)
 
     return decoder._replace(step=step)

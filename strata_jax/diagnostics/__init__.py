@@ -10,3 +10,7 @@ from strata_jax.diagnostics._divergence import ChiSquare as ChiSquare
 from strata_jax.diagnostics._divergence import chi_square as chi_square
 from strata_jax.diagnostics._divergence import kl_divergence as kl_divergence
 from strata_jax.diagnostics._divergence import total_variation as total_variation
+from strata_jax.diagnostics._parity import RowParity as RowParity
+from strata_jax.diagnostics._parity import (
+    compare_with_singleton as compare_with_singleton,
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -243,7 +244,7 @@ def all_of(*gates: Gate) -> Gate:
     ) -> GateDecision:
         combined = _decision(draft_probs)
         for part, state in zip(gates, context.state, strict=True):
-            own = context.replace(state=state)  # type: ignore[attr-defined]
+            own = dataclasses.replace(context, state=state)
             decision = part.decide(settings, own, draft_probs)
             combined = GateDecision(
                 attempt=combined.attempt & decision.attempt,

@@ -82,8 +82,9 @@ def select_layers(
         )
     if is_config:
         return dataclasses.replace(config_or_params, num_layers=len(layers))
-    return config_or_params.replace(  # type: ignore[attr-defined]
-        layers=tuple(config_or_params.layers[layer] for layer in layers)
+    return dataclasses.replace(
+        config_or_params,
+        layers=tuple(config_or_params.layers[layer] for layer in layers),
     )
 
 

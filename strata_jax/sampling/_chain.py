@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,8 @@ class TokenCounts:
 
         Exactness: integers only.
         """
-        return self.replace(  # type: ignore[attr-defined]
+        return dataclasses.replace(
+            self,
             in_output=self.in_output.at[token].add(1, mode="drop"),
             num_output=self.num_output + 1,
         )

