@@ -59,7 +59,7 @@ def summarize_acceptance(verdicts: Verdict) -> AcceptanceSummary:
     num_emitted = np.ravel(verdicts.num_emitted)
     ran = num_emitted > 0
     kind = np.asarray(verdicts.kind)
-    kind = kind.reshape(-1, kind.shape[-1])[ran]
+    kind = kind.reshape(len(ran), kind.shape[-1])[ran]
     num_emitted = num_emitted[ran]
     num_accepted = np.ravel(verdicts.num_accepted)[ran]
     is_offered = kind == RowKind.OFFERED

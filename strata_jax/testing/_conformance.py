@@ -245,7 +245,7 @@ def check_target(
     tokens: Sequence[int],
     *,
     max_width: int = 8,
-    poison: Callable[[Any, int], Any] | None = None,
+    poison: Callable[[Any, jax.Array], Any] | None = None,
 ) -> dict[str, int]:
     """Checks a target's arithmetic bit by bit against its T = 1 program (T1, T2).
 
@@ -257,9 +257,9 @@ def check_target(
       params: its weights.
       tokens: a text, at least `2 * max_width` token ids.
       max_width: the largest window.
-      poison: (state, position) -> state with NaN in all slots from `position` on;
-        if given, windows are scored on poisoned caches. `poison_cache` does it for a
-        `LlamaCache`.
+      poison: (state, position) -> state with NaN in all slots from `position` on,
+        jittable; if given, windows are scored on poisoned caches. `poison_cache` does
+        it for a `LlamaCache`.
 
     Returns:
       How many logit rows were compared, by check.
@@ -271,11 +271,11 @@ def check_target(
     """
     text = np.asarray(tokens, np.int32)
     _require(len(text) >= 2 * max_width, "tokens must hold at least 2 * max_width ids")
-    one = jax.jit(target.score)
-    window = jax.jit(target.score)
+    one = jax.jit(target.score, donate_argnums=1)
+    window = jax.jit(target.score, donate_argnums=1)
     prefill = jax.jit(target.prefill)
     commit = jax.jit(target.commit)
-    poison = poison or (lambda state, position: state)
+    spoil = jax.jit(poison or (lambda state, position: state), donate_argnums=0)
 
     expected = []
     state = target.init(params)
@@ -296,7 +296,7 @@ def check_target(
             piece[:count] = text[position : position + count]
             # Rows that will be rejected hold other tokens than the text.
             piece[num_kept:count] = (piece[num_kept:count] + 1) % target.vocab_size
-            state = poison(state, position)
+            state = spoil(state, _int(position))
             rows, state = window(params, state, piece, _int(position), _int(count))
             logits = np.asarray(rows.logits)
             kept = min(num_kept, count)
@@ -326,7 +326,9 @@ def check_target(
         state = target.init(params)
         for start, stop in itertools.pairwise(cuts):
             state = prefill(params, state, text, _int(start), _int(stop))
-        rows, _ = one(params, poison(state, last), text[last:], _int(last), _int(1))
+        rows, _ = one(
+            params, spoil(state, _int(last)), text[last:], _int(last), _int(1)
+        )
         _require(
             np.array_equal(rows.logits[0], expected[last], equal_nan=True),
             f"T1: prefill in pieces {cuts} gives other logits than decoding",
@@ -335,16 +337,23 @@ def check_target(
 
     position = max_width
     states = [
-        prefill(params, target.init(params), text + shift, _int(0), _int(position))
+        prefill(
+            params,
+            target.init(params),
+            (text + shift) % target.vocab_size,
+            _int(0),
+            _int(position),
+        )
         for shift in (0, 1)
     ]
-    pieces = [text[position : position + 2] + shift for shift in (0, 1)]
+    stop = position + max_width
+    pieces = [(text[position:stop] + shift) % target.vocab_size for shift in (0, 1)]
     batched = jax.jit(jax.vmap(target.score, in_axes=(None, 0, 0, None, None)))
     together, _ = batched(
         params, audit.stack(states), jnp.stack(pieces), _int(position), _int(2)
     )
     for request in (0, 1):
-        alone, _ = one(
+        alone, _ = window(
             params, states[request], pieces[request], _int(position), _int(2)
         )
         _require(
@@ -355,19 +364,24 @@ def check_target(
     return counts
 
 
-def poison_cache(cache: LlamaCache, position: int) -> LlamaCache:
+def poison_cache(cache: LlamaCache, position: jax.Array) -> LlamaCache:
     """Fills a cache with NaN from a position on, for `check_target`.
 
     Args:
       cache: the cache.
-      position: the first dead row.
+      position: [] int32, the first dead row.
 
     Returns:
       The poisoned cache.
 
     Exactness: no bit of any logit may change by it.
     """
-    return jax.tree.map(lambda rows: rows.at[:, position:].set(jnp.nan), cache)
+
+    def spoil(rows: jax.Array) -> jax.Array:
+        is_dead = jnp.arange(rows.shape[1], dtype=jnp.int32) >= position
+        return jnp.where(is_dead[None, :, None], jnp.nan, rows)
+
+    return jax.tree.map(spoil, cache)
 
 
 def _check_proposal(window: Window) -> None:

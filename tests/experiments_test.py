@@ -1,0 +1,66 @@
+"""Runs the experiments' command lines as a user does."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def generate(*arguments, timeout=300):
+    return subprocess.run(
+        [sys.executable, ROOT / "experiments" / "generate.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+    )
+
+
+def test_generate_streams_verifies_and_reports(tmp_path):
+    out = tmp_path / "run.json"
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The capital of France is")
+    result = generate(
+        *("--model", "smollm2", "--prompt_file", str(prompt)),
+        *("--temperature", "0.8", "--drafter", "layer_skip", "--verifier", "token"),
+        *("--gate", "picked", "--threshold", "0.3", "--num_draft_tokens", "3"),
+        *("--seed", "0", "--max_new_tokens", "12", "--max_length", "128"),
+        *("--verify_target", "--out", str(out)),
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(out.read_text())
+    rows = report["verify_target"]["num_rows"]
+    assert rows == report["statistics"]["num_tokens"] > 0
+    assert report["verify_target"]["num_equal"] == rows
+    assert f"{rows} of {rows}" in result.stdout
+    assert report["text"].strip() in result.stdout
+    assert report["settings"]["threshold"] == 0.3
+    assert len(next(iter(report["files"].values()))) == 64
+    statistics = report["statistics"]
+    num_rows = 3 * statistics["num_windows"]
+    parts = ("num_offered", "num_null", "num_absent")
+    assert sum(statistics[part] for part in parts) == num_rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ([], "--prompt and --prompt_file"),
+        (["--prompt", "a", "--model", "/no/such/file"], "no such file"),
+        (["--prompt", "a", "--out", "/no/such/folder/x.json"], "does not exist"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be in"),
+        (["--prompt", "a", "--gate", "picked", "--threshold", "1.5"], "threshold"),
+        (["--prompt", "a", "--top_k", "-2"], "top_k"),
+        (["--prompt", ""], "context is empty"),
+    ],
+)
+def test_generate_refuses(arguments, match):
+    result = generate(*arguments)
+    assert result.returncode == 2
+    assert match in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not result.stdout.strip()

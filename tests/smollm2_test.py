@@ -1,0 +1,221 @@
+"""The contracts on a real language model, SmolLM2-135M-Instruct."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import strata_jax as strata
+from strata_jax import checkpoints, drafters, gates, targets, testing
+
+MAX_LENGTH = 256
+GOLDEN = pathlib.Path(__file__).parent / "testdata" / "smollm2_logits.npz"
+TEXT = (
+    "The Sun is the star at the centre of the Solar System. It is a nearly perfect "
+    "ball of hot plasma, heated by nuclear fusion in its core; in 1610 it was drawn by "
+    "the first telescopes, and by 1838 its heat had been measured. Light needs 8 "
+    "minutes and 19 seconds to reach us."
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    path = checkpoints.find_smollm2()
+    config, params = checkpoints.load_gguf(path)
+    return config, params, checkpoints.load_gguf_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def singleton_rows(model):
+    """Logits of the separately compiled one-token program, [72, V]."""
+    config, params, tokenizer = model
+    text = np.asarray(tokenizer.encode(TEXT)[:72], np.int32)
+    assert len(text) == 72
+    target = targets.singleton(config, max_length=MAX_LENGTH)
+    score = jax.jit(target.score, donate_argnums=1)
+    state, rows = target.init(params), []
+    for position in range(len(text)):
+        token = text[position : position + 1]
+        row, state = score(params, state, token, jnp.int32(position), jnp.int32(1))
+        rows.append(np.asarray(row.logits[0]))
+    return text, np.stack(rows)
+
+
+def window_rows(target, params, text, width, max_width=8):
+    """Logits of every row when the text passes in windows of one width."""
+    score = jax.jit(target.score, donate_argnums=1)
+    state, rows = target.init(params), []
+    for position in range(0, len(text), width):
+        piece = np.zeros(max_width, np.int32)
+        part = text[position : position + width]
+        piece[: len(part)] = part
+        row, state = score(
+            params, state, piece, jnp.int32(position), jnp.int32(len(part))
+        )
+        rows.append(np.asarray(row.logits[: len(part)]))
+    return np.concatenate(rows)
+
+
+def test_every_row_is_the_singletons(model, singleton_rows):
+    config, params, _ = model
+    text, _ = singleton_rows
+    target = targets.singleton(config, max_length=MAX_LENGTH)
+    counts = testing.check_target(target, params, text, poison=testing.poison_cache)
+    print("\nrows bitwise equal to the one-token program:", counts)
+    # Widths 1 .. 8 and 1 .. 7 kept rows of 8, each over all 72 positions.
+    assert counts["widths"] == 8 * 72
+    assert counts["rejections"] == 7 * 72
+
+
+def test_batched_control_differs_on_most_rows(model, singleton_rows):
+    config, params, _ = model
+    text, expected = singleton_rows
+    exact = window_rows(
+        targets.singleton(config, max_length=MAX_LENGTH), params, text, 8
+    )
+    control = window_rows(
+        targets.batched(config, max_length=MAX_LENGTH), params, text, 8
+    )
+    num_exact = int((exact != expected).any(axis=1).sum())
+    num_control = int((control != expected).any(axis=1).sum())
+    print(
+        f"\nrows that differ from the one-token program, of {len(text)}: "
+        f"singleton {num_exact}, batched {num_control}"
+    )
+    assert num_exact == 0
+    assert num_control > len(text) / 2
+    np.testing.assert_allclose(control, expected, atol=1e-2)
+    with pytest.raises(testing.ConformanceError, match="T1"):
+        testing.check_target(
+            targets.batched(config, max_length=MAX_LENGTH), params, text[:16]
+        )
+
+
+def test_first_logits_agree_with_transformers(model):
+    config, params, tokenizer = model
+    golden = np.load(GOLDEN)
+    prompt = golden["prompt_ids"].astype(np.int32)
+    assert tokenizer.encode("The capital of France is") == prompt.tolist()
+    target = targets.singleton(config, max_length=MAX_LENGTH)
+    last = len(prompt) - 1
+    state = jax.jit(target.prefill)(
+        params, target.init(params), prompt, jnp.int32(0), jnp.int32(last)
+    )
+    rows, _ = jax.jit(target.score)(
+        params, state, prompt[last:], jnp.int32(last), jnp.int32(1)
+    )
+    difference = np.abs(np.asarray(rows.logits[0]) - golden["logits"]).max()
+    print(f"\nlargest difference from transformers: {difference:.2e}")
+    assert difference < 1e-3
+
+
+def test_greedy_continuation(model):
+    config, params, tokenizer = model
+    target = targets.singleton(config, max_length=MAX_LENGTH)
+    generation = strata.generate(
+        strata.speculative_decoder(
+            target, drafters.suffix(num_draft_tokens=3, vocab_size=config.vocab_size)
+        ),
+        params,
+        tokenizer,
+        "The capital of France is",
+        max_new_tokens=8,
+        temperature=0.0,
+    )
+    assert generation.text.startswith(" Paris.")
+    golden = np.load(GOLDEN)["greedy_ids"]
+    np.testing.assert_array_equal(generation.tokens, golden)
+
+
+# A covering set: every drafter, gate, K, draft rule and resume point at least once.
+CONFIGURATIONS = {
+    "suffix, K=1, always": ("suffix", 1, "always", None, 0),
+    "suffix, K=4, include_then_stop, resumed at 7": (
+        "suffix",
+        4,
+        "include_then_stop",
+        None,
+        7,
+    ),
+    "layer_skip, K=2, picked": ("layer_skip", 2, "picked", None, 0),
+    "layer_skip, K=3, top, sampled drafts, resumed at 1": (
+        "layer_skip",
+        3,
+        "top",
+        "sample",
+        1,
+    ),
+    "scripted, K=7, entropy, resumed at 12": ("scripted", 7, "entropy", None, 12),
+}
+NUM_TOKENS = 20
+SEEDS = (0, 1, 2)
+
+
+def build(model, name, num_draft_tokens, gate, draft_rule):
+    config, _, _ = model
+    vocab_size = config.vocab_size
+    if name == "suffix":
+        drafter = drafters.suffix(
+            num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, min_match=1
+        )
+    elif name == "layer_skip":
+        drafter = drafters.layer_skip(
+            config,
+            layers=[0, 1, 2, 11, 28, 29],
+            num_draft_tokens=num_draft_tokens,
+            max_length=MAX_LENGTH,
+        )
+    else:
+        # Row i of the script is a point mass on the token " the".
+        script = np.zeros((64, vocab_size), np.float32)
+        script[:, 260] = 1
+        drafter = drafters.scripted(script, num_draft_tokens=num_draft_tokens)
+    gate = {
+        "always": gates.always(),
+        "picked": gates.picked(0.2),
+        "top": gates.top(0.2),
+        "entropy": gates.entropy(8.0),
+        "include_then_stop": gates.include_then_stop(0.5),
+    }[gate]
+    target = targets.singleton(config, max_length=MAX_LENGTH)
+    return strata.speculative_decoder(target, drafter, gate, draft_rule=draft_rule)
+
+
+@pytest.fixture(scope="module")
+def plain_tokens(model):
+    config, params, tokenizer = model
+    decoder = strata.ancestral_decoder(targets.singleton(config, max_length=MAX_LENGTH))
+    prompt = tokenizer.encode("One, two, three, one, two, three, one,")
+    tokens = {}
+    for seed in SEEDS:
+        state = decoder.init(
+            params, prompt, seed=seed, temperature=0.9, max_new_tokens=NUM_TOKENS
+        )
+        state, _ = strata.decode(decoder, params, state, NUM_TOKENS)
+        tokens[seed] = strata.output_tokens(state)
+    assert len({tuple(t) for t in tokens.values()}) == len(SEEDS)
+    return prompt, tokens
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_exact_match_emits_the_tokens_of_plain_decoding(
+    model, plain_tokens, configuration
+):
+    _, params, _ = model
+    prompt, tokens = plain_tokens
+    name, num_draft_tokens, gate, draft_rule, resume = CONFIGURATIONS[configuration]
+    decoder = build(model, name, num_draft_tokens, gate, draft_rule)
+    for seed in SEEDS:
+        state = decoder.init(
+            params,
+            [*prompt, *tokens[seed][:resume]],
+            prompt_length=len(prompt),
+            seed=seed,
+            temperature=0.9,
+            max_new_tokens=NUM_TOKENS,
+        )
+        state, verdicts = strata.decode(decoder, params, state, NUM_TOKENS)
+        np.testing.assert_array_equal(strata.output_tokens(state), tokens[seed])
+        assert (np.asarray(verdicts.kind) != strata.RowKind.ABSENT).any()
