@@ -27,8 +27,11 @@ from strata_jax._generate import generate as generate
 from strata_jax._status import DecodingError as DecodingError
 from strata_jax._status import Status as Status
 from strata_jax._status import raise_if_failed as raise_if_failed
+from strata_jax._types import Committed as Committed
 from strata_jax._types import Context as Context
 from strata_jax._types import Drafter as Drafter
+from strata_jax._types import DraftRow as DraftRow
+from strata_jax._types import DraftStep as DraftStep
 from strata_jax._types import Draws as Draws
 from strata_jax._types import FinishReason as FinishReason
 from strata_jax._types import Gate as Gate

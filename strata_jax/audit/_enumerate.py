@@ -453,7 +453,14 @@ def stack(trees: Sequence[Any]) -> Any:
 
     Exactness: not concerned.
     """
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    def stack_leaves(*leaves: jax.Array) -> jax.Array:
+        if jnp.issubdtype(jnp.result_type(leaves[0]), jax.dtypes.prng_key):
+            # By their data: to stack keys themselves counts as a use of each of them.
+            return wrap_key(jnp.stack([jax.random.key_data(key) for key in leaves]))
+        return jnp.stack(leaves)
+
+    return jax.tree.map(stack_leaves, *trees)
 
 
 def host_states(states: Any) -> Any:
