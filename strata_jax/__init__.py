@@ -16,14 +16,14 @@ from strata_jax import sampling as sampling
 from strata_jax import targets as targets
 from strata_jax import testing as testing
 from strata_jax import verifiers as verifiers
-from strata_jax._decode import DecoderState as DecoderState
-from strata_jax._decode import Settings as Settings
 from strata_jax._decode import ancestral_decoder as ancestral_decoder
 from strata_jax._decode import decode as decode
 from strata_jax._decode import output_tokens as output_tokens
 from strata_jax._decode import speculative_decoder as speculative_decoder
 from strata_jax._generate import Generation as Generation
 from strata_jax._generate import generate as generate
+from strata_jax._request import DecoderState as DecoderState
+from strata_jax._request import Settings as Settings
 from strata_jax._status import DecodingError as DecodingError
 from strata_jax._status import Status as Status
 from strata_jax._status import raise_if_failed as raise_if_failed

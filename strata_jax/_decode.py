@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-import flax.struct
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -16,7 +14,20 @@ import numpy as np
 from jax import lax
 
 from strata_jax import _checks
-from strata_jax._rng import Stream, request_key, window_uniforms
+from strata_jax._emission import (
+    append_tokens,
+    count_emitted,
+    cut_verdict,
+    finish_reason,
+    window_probs,
+)
+from strata_jax._request import (
+    DecoderState,
+    Request,
+    check_request,
+    check_setting_names,
+)
+from strata_jax._rng import Stream, window_uniforms
 from strata_jax._status import Status, raise_if_failed
 from strata_jax._types import (
     Committed,
@@ -36,40 +47,8 @@ from strata_jax._types import (
 from strata_jax.drafters import build_proposal
 from strata_jax.drafters import none as no_drafter
 from strata_jax.gates import always
-from strata_jax.sampling import (
-    SamplingSettings,
-    TokenCounts,
-    chain_probs,
-    count_tokens,
-    probs_dtype,
-    sampling_settings,
-)
+from strata_jax.sampling import count_tokens, probs_dtype
 from strata_jax.verifiers import exact_match
-
-
-@flax.struct.dataclass
-class Settings:
-    """A request's traced numbers, fixed when it starts."""
-
-    sampling: SamplingSettings
-    gate: Mapping[str, jax.Array]  # [] float each, by name
-    max_new_tokens: jax.Array  # [] int32, the token budget
-
-
-@flax.struct.dataclass
-class DecoderState:
-    """All that the next window depends on."""
-
-    request_key: jax.Array  # [] key; folded, never split
-    window: jax.Array  # [] int32, windows so far
-    context: Context  # the committed text; its last token is not yet in the cache
-    counts: TokenCounts  # of the committed text
-    finish_reason: jax.Array  # [] int32, FinishReason
-    status: jax.Array  # [] int32, Status bits
-    settings: Settings
-    target_state: Any
-    drafter_state: Any
-    gate_state: Any
 
 
 def speculative_decoder(
@@ -116,43 +95,40 @@ def speculative_decoder(
     num_draft_tokens = drafter.num_draft_tokens
     vocab_size = target.vocab_size
     max_length = target.max_length
-    chain = functools.partial(chain_probs, max_candidates=max_candidates)
 
-    def start(
-        params: Any,
-        key: jax.Array,
-        window: jax.Array,
-        tokens: jax.Array,
-        length: jax.Array,
-        prompt_length: jax.Array,
-        settings: Settings,
-    ) -> DecoderState:
+    @jax.jit
+    def start(params: Any, request: Request) -> DecoderState:
         target_params, drafter_params = _split_params(params)
-        context = Context(tokens=tokens, length=length)
+        context = Context(tokens=request.tokens, length=request.length)
         zero = jnp.zeros((), jnp.int32)
-        counts = count_tokens(tokens, prompt_length, length, vocab_size)
-        is_over = (settings.max_new_tokens <= counts.num_output) | (
-            length >= max_length
+        counts = count_tokens(
+            request.tokens, request.prompt_length, request.length, vocab_size
+        )
+        is_over = (request.settings.max_new_tokens <= counts.num_output) | (
+            context.length >= max_length
         )
         reason = jnp.where(
             is_over, FinishReason.LENGTH.value, FinishReason.RUNNING.value
         )
+        target_state = target.prefill(
+            target_params,
+            target.init(target_params),
+            context.tokens,
+            zero,
+            context.length - 1,
+        )
         return DecoderState(
-            request_key=key,
-            window=window,
+            request_key=request.key,
+            window=request.window,
             context=context,
             counts=counts,
             finish_reason=reason.astype(jnp.int32),
             status=zero,
-            settings=settings,
-            target_state=target.prefill(
-                target_params, target.init(target_params), tokens, zero, length - 1
-            ),
+            settings=request.settings,
+            target_state=target_state,
             drafter_state=drafter.init(drafter_params, context),
             gate_state=gate.init(),
         )
-
-    jitted_start = jax.jit(start)
 
     def init(
         params: Any,
@@ -165,36 +141,19 @@ def speculative_decoder(
         **settings: Any,
     ) -> DecoderState:
         """Checks a request on the host and reads its prompt."""
-        ids = _check_context(context, vocab_size, max_length)
-        seed = _checks.check_integer("seed", seed, 0, 2**32 - 1)
-        window = _checks.check_integer("window", window, 0)
-        if prompt_length is None:
-            prompt_length = len(ids)
-        prompt_length = _checks.check_integer(
-            "prompt_length", prompt_length, 1, len(ids)
+        request = check_request(
+            context,
+            vocab_size=vocab_size,
+            max_length=max_length,
+            max_candidates=max_candidates,
+            gate=gate,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            prompt_length=prompt_length,
+            window=window,
+            settings=settings,
         )
-        budget = max_length if max_new_tokens is None else max_new_tokens
-        budget = _checks.check_integer("max_new_tokens", budget, 0)
-        gate_numbers = _gate_numbers(gate, settings)
-        sampling = sampling_settings(
-            vocab_size, max_candidates=max_candidates, **settings
-        )
-        tokens = np.zeros(max_length, np.int32)
-        tokens[: len(ids)] = ids
-        return jitted_start(
-            params,
-            request_key(seed),
-            jnp.asarray(window, jnp.int32),
-            jnp.asarray(tokens),
-            jnp.asarray(len(ids), jnp.int32),
-            jnp.asarray(prompt_length, jnp.int32),
-            Settings(
-                sampling=sampling,
-                gate=gate_numbers,
-                # A budget beyond the context is never reached, but must fit int32.
-                max_new_tokens=jnp.asarray(min(budget, max_length), jnp.int32),
-            ),
-        )
+        return start(params, request)
 
     def derive_draws(state: DecoderState) -> Draws:
         position = state.context.length
@@ -260,7 +219,12 @@ def speculative_decoder(
             drafter_params, state.drafter_state, context, offer
         )
 
-        (record,) = records
+        if len(records) != 1:
+            raise ValueError(
+                f"drafter.propose called offer {len(records)} times: it must call it "
+                "once, and return the proposal that it gets"
+            )
+        record = records[0]
         is_offered = proposal.kind == RowKind.OFFERED
         drafts = jnp.where(is_offered, proposal.tokens, 0)
         num_offered = jnp.sum(is_offered).astype(jnp.int32)
@@ -271,36 +235,30 @@ def speculative_decoder(
         rows, target_state = target.score(
             target_params, state.target_state, window_tokens, position, num_rows
         )
-        target_probs, row_status = _target_probs(
-            chain, settings.sampling, rows.logits, counts, drafts, num_rows, dtype
+        target_probs, row_status = window_probs(
+            settings.sampling,
+            rows.logits,
+            counts,
+            drafts,
+            num_rows,
+            max_candidates=max_candidates,
+            dtype=dtype,
         )
         verdict = verifier.verify(draws.verifier, target_probs, proposal)
-        verdict = _cut(
-            verdict, row_status, settings.sampling.eos_ids, is_running, num_rows
-        )
+        eos_ids = settings.sampling.eos_ids
+        verdict = cut_verdict(verdict, row_status, eos_ids, is_running, num_rows)
         status = verdict.status | record.status
         status = status | jnp.where(is_full, Status.CACHE_FULL.value, 0)
         verdict = dataclasses.replace(verdict, status=status)
 
-        num_emitted = verdict.num_emitted
-        context = _append(context, verdict)
-        counts = _count(counts, verdict)
-        num_kept = num_emitted
+        context = append_tokens(context, verdict)
+        counts = count_emitted(counts, verdict)
+        num_kept = verdict.num_emitted
         committed = Committed(
             context=context, features=rows.features, num_kept=num_kept
         )
-        has_eos = jnp.any(_is_eos(verdict.tokens, settings.sampling.eos_ids))
-        is_over = (counts.num_output >= settings.max_new_tokens) | (
-            context.length >= max_length
-        )
-        reason = jnp.select(
-            [status != 0, has_eos, is_over],
-            [
-                jnp.int32(FinishReason.FAILED),
-                jnp.int32(FinishReason.EOS),
-                jnp.int32(FinishReason.LENGTH),
-            ],
-            jnp.int32(FinishReason.RUNNING),
+        reason = finish_reason(
+            verdict, context, counts, eos_ids, settings.max_new_tokens, max_length
         )
         stays = (state.finish_reason != FinishReason.RUNNING) & ~is_full
         new_state = DecoderState(
@@ -475,161 +433,10 @@ def _check_parts(
             f"the drafter's max_length={drafter.max_length} is shorter than the "
             f"target's {target.max_length}: build both with one max_length"
         )
-    taken = set(gate.settings) & _REQUEST_SETTINGS
-    if taken:
-        raise ValueError(
-            f"the gate's settings {sorted(taken)} are names of the request's own: "
-            "give others with setting="
-        )
-
-
-# What `init` takes by name beside the gate's settings.
-_REQUEST_SETTINGS = frozenset(
-    {
-        "seed",
-        "max_new_tokens",
-        "prompt_length",
-        "window",
-        *inspect.signature(sampling_settings).parameters,
-    }
-) - {"vocab_size", "max_candidates"}
-
-
-def _check_context(
-    context: Sequence[int] | np.ndarray | jax.Array, vocab_size: int, max_length: int
-) -> np.ndarray:
-    ids = np.asarray(context)
-    if ids.size == 0:
-        raise ValueError("context is empty: give at least one token, such as BOS")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
-            "context must be a one-dimensional sequence of token ids, got shape "
-            f"{ids.shape} and dtype {ids.dtype}"
-        )
-    if len(ids) > max_length:
-        raise ValueError(
-            f"context has {len(ids)} tokens, more than max_length={max_length}: "
-            "shorten the prompt or build the target with a longer context"
-        )
-    is_bad = (ids < 0) | (ids >= vocab_size)
-    if is_bad.any():
-        place = int(np.argmax(is_bad))
-        raise ValueError(
-            f"context[{place}]={int(ids[place])} is no token id of a vocabulary of "
-            f"{vocab_size}"
-        )
-    return ids.astype(np.int32)
-
-
-def _gate_numbers(gate: Gate, settings: dict[str, Any]) -> dict[str, jax.Array]:
-    """Takes the gate's settings out of `settings` and checks them."""
-    numbers = {}
-    for name, setting in gate.settings.items():
-        value = settings.pop(name, setting.default)
-        if value is None:
-            raise ValueError(
-                f"{name} has no default: give it to init, or to the gate when it is "
-                "built"
-            )
-        value = _checks.check_number(name, value, setting.minimum, setting.maximum)
-        numbers[name] = jnp.asarray(value, float)
-    unknown = set(settings) - _REQUEST_SETTINGS
-    if unknown:
-        known = sorted(gate.settings) + sorted(_REQUEST_SETTINGS)
-        raise ValueError(
-            f"unknown settings {sorted(unknown)}: this decoder takes {known}"
-        )
-    return numbers
+    check_setting_names(gate)
 
 
 def _split_params(params: Any) -> tuple[Any, Any]:
     if isinstance(params, Params):
         return params.target, params.drafter
     return params, params
-
-
-def _target_probs(
-    chain: Callable[..., tuple[jax.Array, jax.Array]],
-    sampling: SamplingSettings,
-    logits: jax.Array,
-    counts: TokenCounts,
-    drafts: jax.Array,
-    num_rows: jax.Array,
-    dtype: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs the chain row by row: row t has seen the drafts before it."""
-    num_tokens = logits.shape[0]
-    drafts = jnp.append(drafts, jnp.int32(0))
-
-    def row(index: jax.Array, carry: Any) -> Any:
-        counts, probs, status = carry
-        row_probs, row_status = chain(sampling, logits[index], counts)
-        return (
-            counts.add(drafts[index]),
-            probs.at[index].set(row_probs),
-            status.at[index].set(row_status),
-        )
-
-    carry = (
-        counts,
-        jnp.zeros(logits.shape, dtype),
-        jnp.zeros(num_tokens, jnp.int32),
-    )
-    _, probs, status = lax.fori_loop(0, num_rows, row, carry)
-    return probs, status
-
-
-def _cut(
-    verdict: Verdict,
-    row_status: jax.Array,
-    eos_ids: jax.Array,
-    is_running: jax.Array,
-    num_rows: jax.Array,
-) -> Verdict:
-    """Ends the emission at a bad row, at EOS, and before it starts if finished."""
-    index = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
-    is_bad = (row_status != 0) & (index < num_rows)
-    # A bad row has no mass, so nothing is accepted at it; it emits nothing either.
-    is_bad_end = is_bad[verdict.num_accepted]
-    num_emitted = verdict.num_emitted - is_bad_end.astype(jnp.int32)
-    is_emitted = index < num_emitted
-    is_eos = _is_eos(verdict.tokens, eos_ids) & is_emitted
-    num_emitted = jnp.where(
-        jnp.any(is_eos), jnp.argmax(is_eos).astype(jnp.int32) + 1, num_emitted
-    )
-    is_failed = is_bad_end & ~jnp.any(is_eos)
-    num_emitted = jnp.where(is_running, num_emitted, 0)
-    bad_status = jnp.where(is_failed, row_status[verdict.num_accepted], 0)
-    status = jnp.where(is_running, verdict.status | bad_status, 0)
-    return dataclasses.replace(
-        verdict,
-        tokens=jnp.where(index < num_emitted, verdict.tokens, -1),
-        num_accepted=jnp.minimum(verdict.num_accepted, num_emitted),
-        num_emitted=num_emitted,
-        status=status,
-    )
-
-
-def _is_eos(tokens: jax.Array, eos_ids: jax.Array) -> jax.Array:
-    return jnp.any((tokens[:, None] == eos_ids[None]) & (tokens[:, None] >= 0), axis=1)
-
-
-def _append(context: Context, verdict: Verdict) -> Context:
-    index = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
-    place = jnp.where(
-        index < verdict.num_emitted, context.length + index, context.tokens.shape[0]
-    )
-    return Context(
-        tokens=context.tokens.at[place].set(verdict.tokens, mode="drop"),
-        length=context.length + verdict.num_emitted,
-    )
-
-
-def _count(counts: TokenCounts, verdict: Verdict) -> TokenCounts:
-    vocab_size = counts.in_output.shape[0]
-    tokens = jnp.where(verdict.tokens >= 0, verdict.tokens, vocab_size)
-    return dataclasses.replace(
-        counts,
-        in_output=counts.in_output.at[tokens].add(1, mode="drop"),
-        num_output=counts.num_output + verdict.num_emitted,
-    )

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from strata_jax import _checks
-from strata_jax._decode import DecoderState, decode, output_tokens
+from strata_jax._decode import decode, output_tokens
+from strata_jax._request import DecoderState
 from strata_jax._status import Status, raise_if_failed
 from strata_jax._types import FinishReason, SpeculativeDecoder, Verdict
 

@@ -40,9 +40,9 @@ class WindowCells:
       num_accepted: `[N]` int32.
       uniforms: `[N, D]`, the cell's left end in each of the D uniforms.
       states: the states after the window, leading axis N.
-      borders: `[B, D + 2]`: state, index of the uniform, then D uniforms that stand
-        exactly on a border: the next smaller grid value of that uniform gives another
-        outcome.
+      borders: `[B, D + 2]` int64: state, index of the uniform, then D uniforms, as
+        multiples of the grid's step, that stand exactly on a border: the next smaller
+        value of that uniform gives another outcome.
     """
 
     state_index: np.ndarray
