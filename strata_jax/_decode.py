@@ -48,6 +48,7 @@ from strata_jax.drafters import build_proposal
 from strata_jax.drafters import none as no_drafter
 from strata_jax.gates import always
 from strata_jax.sampling import count_tokens, probs_dtype
+from strata_jax.targets import guard
 from strata_jax.verifiers import exact_match
 
 
@@ -166,13 +167,11 @@ def speculative_decoder(
             verifier=verifier.draw(key, position, window, num_draft_tokens),
         )
 
-    def step(
-        params: Any, state: DecoderState, draws: Draws | None = None
+    def unguarded_step(
+        params: Any, state: DecoderState, draws: Draws
     ) -> tuple[DecoderState, Window]:
-        """Runs one window; a finished request is returned as it is."""
         target_params, drafter_params = _split_params(params)
         context, counts, settings = state.context, state.counts, state.settings
-        draws = derive_draws(state) if draws is None else draws
         is_running = state.finish_reason == FinishReason.RUNNING
         is_full = is_running & (context.length >= max_length)
         is_running = is_running & ~is_full
@@ -285,9 +284,22 @@ def speculative_decoder(
             target_probs=target_probs,
         )
 
+    guarded_step = guard(unguarded_step)
+
+    def step(
+        params: Any, state: DecoderState, draws: Draws | None = None
+    ) -> tuple[DecoderState, Window]:
+        """Runs one window; a finished request is returned as it is."""
+        draws = derive_draws(state) if draws is None else draws
+        # The draws are all that a window needs of the key.
+        keyless = dataclasses.replace(state, request_key=None)
+        after, window = guarded_step(params, keyless, draws)
+        return dataclasses.replace(after, request_key=state.request_key), window
+
     return SpeculativeDecoder(
         init=init,
         step=step,
+        unguarded_step=unguarded_step,
         num_draft_tokens=num_draft_tokens,
         vocab_size=vocab_size,
         max_length=max_length,
@@ -373,7 +385,13 @@ def decode(
 
 
 def output_tokens(state: DecoderState) -> np.ndarray:
-    """Returns the tokens that a request has emitted so far, `[n]` int32, on the host.
+    """Returns the tokens that a request has emitted so far, on the host.
+
+    Args:
+      state: the request's state.
+
+    Returns:
+      `[n]` int32, without the prompt.
 
     Exactness: not concerned.
     """

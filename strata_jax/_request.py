@@ -30,7 +30,7 @@ class Settings:
 class DecoderState:
     """All that the next window depends on."""
 
-    request_key: jax.Array  # [] key; folded, never split
+    request_key: Any  # [] key; folded, never split
     window: jax.Array  # [] int32, windows so far
     context: Context  # the committed text; its last token is not yet in the cache
     counts: TokenCounts  # of the committed text

@@ -284,7 +284,13 @@ class SpeculativeDecoder(NamedTuple):
     init: Callable[..., Any]
     """(params, context, *, seed, **settings) -> state; on the host, checks input."""
     step: Callable[..., tuple[Any, Window]]
-    """(params, state, draws=None) -> (state, window); pure, to be jitted."""
+    """(params, state, draws=None) -> (state, window); pure, to be jitted.
+
+    Under `vmap` it runs request by request, so that each has the bits it has alone.
+    """
+    unguarded_step: Callable[..., tuple[Any, Window]]
+    """(params, state, draws) -> (state, window): the same function, which `vmap` may
+    batch: law-exact then, but not bit-exact. For enumeration."""
     num_draft_tokens: int
     vocab_size: int
     max_length: int

@@ -298,19 +298,24 @@ def shared_draft_and_residual_key(decoder: SpeculativeDecoder) -> SpeculativeDec
     if decoder.num_draft_tokens == 0:
         raise ValueError("decoder drafts nothing: give it a drafter")
 
-    def step(params: Any, state: Any, draws: Draws | None = None) -> tuple[Any, Window]:
-        if draws is None:
-            # Of this call nothing but the draws is used, so none of it is compiled.
-            draws = decoder.step(params, state)[1].draws
+    def share(draws: Draws) -> Draws:
         if not hasattr(draws.verifier, "residual"):
             raise ValueError(
                 "the decoder's verifier draws no residual: use verifiers.token()"
             )
         verifier_draws = draws.verifier.replace(residual=draws.draft[0])
-        draws = dataclasses.replace(draws, verifier=verifier_draws)
-        return decoder.step(params, state, draws)
+        return dataclasses.replace(draws, verifier=verifier_draws)
 
-    return decoder._replace(step=step)
+    def step(params: Any, state: Any, draws: Draws | None = None) -> tuple[Any, Window]:
+        if draws is None:
+            # Of this call nothing but the draws is used, so none of it is compiled.
+            draws = decoder.step(params, state)[1].draws
+        return decoder.step(params, state, share(draws))
+
+    def unguarded_step(params: Any, state: Any, draws: Draws) -> tuple[Any, Window]:
+        return decoder.unguarded_step(params, state, share(draws))
+
+    return decoder._replace(step=step, unguarded_step=unguarded_step)
 
 
 def _edited(drafter: Drafter, edit: Callable[[Proposal], Proposal]) -> Drafter:

@@ -208,7 +208,11 @@ def _finish(packet: _Packet) -> tuple[Proposal, DraftRecord]:
 
 def _is_distribution(probs: jax.Array) -> jax.Array:
     # Draws scale by the row's own total, the measure does not: they agree only if the
-    # total is 1, up to what the sum of a normalised row can miss.
-    tolerance = 64 * float(jnp.finfo(probs.dtype).eps)
-    total = halving_sum(probs)
-    return jnp.all(probs >= 0) & (jnp.abs(total - 1) <= tolerance)
+    # total is 1.
+    gap = jnp.abs(halving_sum(probs) - 1)
+    return jnp.all(probs >= 0) & (gap <= sum_tolerance(probs.dtype))
+
+
+def sum_tolerance(dtype: jax.typing.DTypeLike) -> float:
+    """Returns by how much the sum of a normalised row of a dtype may miss 1."""
+    return 64 * float(jnp.finfo(dtype).eps)

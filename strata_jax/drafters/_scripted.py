@@ -10,6 +10,7 @@ import numpy as np
 
 from strata_jax import _checks
 from strata_jax._types import Context, Drafter, DraftRow, DraftStep
+from strata_jax.drafters._packet import sum_tolerance
 from strata_jax.drafters._stateless import stateless
 
 
@@ -34,8 +35,10 @@ def scripted(probs: Any, *, num_draft_tokens: int) -> Drafter:
     rows = np.asarray(probs)
     _checks.check_shape("probs", rows, (None, None))
     num_draft_tokens = _checks.check_integer("num_draft_tokens", num_draft_tokens, 1)
+    # As strict as the packet builder, which sees the rows in the target's dtype.
+    tolerance = sum_tolerance(jnp.result_type(float)) / 2
     totals = rows.sum(axis=1, dtype=np.float64)
-    is_row = (totals == 0) | (np.abs(totals - 1) < 1e-5)
+    is_row = (totals == 0) | (np.abs(totals - 1) < tolerance)
     if not (np.isfinite(rows).all() and (rows >= 0).all() and is_row.all()):
         bad = int(np.argmin(is_row & (rows >= 0).all(1) & np.isfinite(rows).all(1)))
         raise ValueError(

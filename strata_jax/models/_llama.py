@@ -39,7 +39,15 @@ class LlamaCache:
 
 
 def empty_cache(config: LlamaConfig, max_length: int, dtype: jnp.dtype) -> LlamaCache:
-    """Returns a cache for `max_length` tokens, filled with zeros.
+    """Returns an empty cache.
+
+    Args:
+      config: the model's shape.
+      max_length: how many tokens it must hold.
+      dtype: of keys and values.
+
+    Returns:
+      The cache, filled with zeros.
 
     Exactness: a row's bits do not depend on the cache's capacity.
     """

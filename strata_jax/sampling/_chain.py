@@ -66,7 +66,13 @@ def count_tokens(
 
 
 def probs_dtype(logits_dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """Returns the dtype in which rows of such logits become probabilities.
+    """Returns the dtype in which rows of logits become probabilities.
+
+    Args:
+      logits_dtype: the logits' own.
+
+    Returns:
+      float64 for float64, else float32.
 
     Exactness: float64 stays, everything else is float32: the cast is made once, before
       the draw and the ratio part ways.
@@ -150,13 +156,17 @@ def _penalise(
     repetition = settings.repetition_penalty.astype(dtype)
     seen = counts.in_prompt | (counts.in_output > 0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    # A banned token stays banned: -inf times a penalty is -inf.
-    logits = jnp.where(seen, repeated, logits)
+    penalised = jnp.where(seen, repeated, logits)
     occurrences = counts.in_output.astype(dtype)
+    frequency = settings.frequency_penalty.astype(dtype) * occurrences
+    # The maximum keeps XLA from joining product and difference to one fused operation
+    # in some programs and not in others: their roundings differ in the last bit.
+    frequency = jnp.maximum(frequency, jnp.finfo(dtype).min)
     presence = jnp.where(
         counts.in_output > 0, settings.presence_penalty.astype(dtype), 0
     )
-    return logits - settings.frequency_penalty.astype(dtype) * occurrences - presence
+    penalised = penalised - frequency - presence
+    return jnp.where(logits == -jnp.inf, -jnp.inf, penalised)
 
 
 def _survivors(

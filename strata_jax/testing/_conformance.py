@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from strata_jax._types import (
     Drafter,
     Gate,
     GateContext,
+    GateDecision,
+    GateSetting,
     Params,
     Proposal,
     RowKind,
@@ -67,12 +69,7 @@ def check_law(
     law = audit.sequence_law(decoder, params, state, num_tokens)
     reference = audit.markov_law(table, context, num_tokens)
     difference = audit.compare_laws(law, reference)
-    dtype = np.dtype(jnp.zeros((), float).dtype)
-    if not difference.total_variation <= _LAW_TOLERANCE[dtype]:
-        raise ConformanceError(
-            f"V1: the emitted law is not the target's: total variation "
-            f"{difference.total_variation:.3g}, worst at {difference.worst_tokens}"
-        )
+    _check_difference(difference)
     return difference
 
 
@@ -135,30 +132,37 @@ def check_verifier(verifier: Verifier, *, seed: int = 0) -> None:
     Raises:
       ConformanceError: naming the contract that is broken.
 
-    Exactness: exact enumeration with three tokens, K of 0 and 2, under gates that make
-      OFFERED, NULL and ABSENT rows, soft ones too.
+    Exactness: exact enumeration with three tokens, K of 0 and 2, under a gate that is
+      made to give OFFERED, NULL and ABSENT rows, soft ones too.
     """
     target, params, table = _tables(seed)
-    some_gates = {
-        "always": gates.always(),
-        "picked": gates.picked(0.3),
-        "top": gates.top(0.5),
-        "include_then_stop": gates.include_then_stop(0.4),
-        "soft": gates.soft(lambda settings, context, probs: 1 - probs),
+    everything = {"g0": 1.0, "g1": 1.0, "g2": 1.0, "attempt": 1.0, "stop": 0.0}
+    kinds = {
+        "all rows offered": {},
+        "a set admitted": {"g0": 0.0},
+        "nothing admitted": {"g0": 0.0, "g1": 0.0, "g2": 0.0},
+        "soft admission": {"g0": 0.25, "g1": 0.5, "g2": 0.9},
+        "nothing attempted": {"attempt": 0.0},
+        "one row, then stop": {"stop": 1.0},
     }
+    reference = audit.markov_law(table, [0], 2)
+    drafter = model(target, num_draft_tokens=2)
     for draft_rule in verifier.draft_rules:
-        for name, gate in some_gates.items():
-            decoder = speculative_decoder(
-                target,
-                model(target, num_draft_tokens=2),
-                gate,
-                verifier,
-                draft_rule=draft_rule,
-            )
+        decoder = speculative_decoder(
+            target, drafter, _stated_gate(), verifier, draft_rule=draft_rule
+        )
+        states = [
+            decoder.init(params, [0], **{**everything, **numbers})
+            for numbers in kinds.values()
+        ]
+        laws = audit.sequence_laws(
+            decoder, audit.stack([params] * len(states)), audit.stack(states), 2
+        )
+        for name, law in zip(kinds, laws, strict=True):
             try:
-                check_law(decoder, params, [0], table, num_tokens=2)
+                _check_difference(audit.compare_laws(law, reference))
             except ConformanceError as error:
-                raise ConformanceError(f"under gates.{name}: {error}") from error
+                raise ConformanceError(f"with {name}: {error}") from error
     decoder = speculative_decoder(target, verifier=verifier)
     check_law(decoder, params, [0], table, num_tokens=2)
 
@@ -411,6 +415,35 @@ def _check_proposal(window: Window) -> None:
             )
         if value == RowKind.ABSENT:
             _require(not measure[row].any(), f"P1: the ABSENT row {row} has a measure")
+
+
+def _check_difference(difference: audit.LawDifference) -> None:
+    dtype = np.dtype(jnp.zeros((), float).dtype)
+    _require(
+        difference.total_variation <= _LAW_TOLERANCE[dtype],
+        "V1: the emitted law is not the target's: total variation "
+        f"{difference.total_variation:.3g}, worst at {difference.worst_tokens}",
+    )
+
+
+def _stated_gate() -> Gate:
+    """A gate for three tokens that does what its settings say."""
+
+    def decide(
+        settings: Mapping[str, jax.Array], context: GateContext, draft_probs: jax.Array
+    ) -> GateDecision:
+        del context
+        admit = jnp.stack([settings["g0"], settings["g1"], settings["g2"]])
+        return GateDecision(
+            attempt=settings["attempt"] > 0.5,
+            admit=admit.astype(draft_probs.dtype),
+            go_on=jnp.full(3, True) & (settings["stop"] < 0.5),
+        )
+
+    names = ("g0", "g1", "g2", "attempt", "stop")
+    return gates.gate(
+        decide, settings={name: GateSetting(None, 0.0, 1.0) for name in names}
+    )
 
 
 def _tables(seed: int) -> tuple[TargetModel, Params, np.ndarray]:

@@ -737,8 +737,11 @@ def test_window_reads_the_row_it_stops_at():
     assert verify([OFFERED, NULL, ABSENT]) == ([0, 1], 1, 2, "null", False)
     # Token 3 has mu = 0 at row 1: refused and reported; p - mu is empty, so p.
     assert verify([OFFERED] * 3, (0, 3, 2)) == ([0, 1], 1, 2, "rejection", True)
-    # A fault behind the end of the window is not reached.
-    assert verify([NULL, OFFERED, ABSENT], (0, 3, 2)) == ([0], 0, 1, "null", False)
+    # A fault behind the end of the window is reported too.
+    assert verify([OFFERED] * 3, (1, 1, 3)) == ([0], 0, 1, "rejection", True)
+    assert verify([NULL, OFFERED, ABSENT], (0, 3, 2)) == ([0], 0, 1, "null", True)
+    # One on a row that is not offered is none.
+    assert verify([NULL, ABSENT, ABSENT], (3, 3, 3)) == ([0], 0, 1, "null", False)
     # Tokens of rows that are not offered are not read.
     assert verify([ABSENT] * 3, (-1, 99, 7)) == ([0], 0, 1, "bonus", False)
 
@@ -749,6 +752,25 @@ def test_window_without_drafts():
     verdict = oracle.oracle_verify_token(p, none, [], [], [], [0, 0], [[0, 0.5]])
     assert verdict == ([1], 0, 1, "bonus", False)
     assert oracle.oracle_verify_exact_match(p, [], [], [[0, 0.5]]) == verdict
+
+
+def test_exact_match_reads_the_measure_only_to_report_a_zero():
+    p = np.full((3, 2), 0.5, np.float32)
+    good = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    bad = np.array([[1.0, 0.0], [1.0, 0.0]], np.float32)
+
+    def verify(kinds, measure):
+        # The first row draws 1 and refuses the 0: the second is never reached.
+        return oracle.oracle_verify_exact_match(
+            p, [0, 1], kinds, [[0.0, 0.75]] * 3, measure=measure
+        )
+
+    assert verify([OFFERED, OFFERED], None) == ([1], 0, 1, "rejection", False)
+    assert verify([OFFERED, OFFERED], good) == ([1], 0, 1, "rejection", False)
+    assert verify([OFFERED, OFFERED], bad) == ([1], 0, 1, "rejection", True)
+    assert verify([OFFERED, NULL], bad) == ([1], 0, 1, "rejection", False)
+    with pytest.raises(ValueError, match="measure"):
+        verify([OFFERED, OFFERED], good[:1])
 
 
 def test_each_draw_uses_its_own_uniforms():

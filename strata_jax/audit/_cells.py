@@ -1,4 +1,4 @@
-"""Exact laws by enumeration: one call of the real `step` per cell of its uniforms.
+"""The cells of a window: one call of the real `step` for each.
 
 `step` is treated as a function of its uniforms that is known only by calling it. The
 uniforms are taken one at a time, in the order in which the window uses them. As a
@@ -18,14 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strata_jax import _checks
 from strata_jax._rng import wrap_key
-from strata_jax._types import Draws, FinishReason, SpeculativeDecoder, Window
+from strata_jax._types import Draws, SpeculativeDecoder, Window
 
 # Uniforms are multiples of 2**-24 in float32, as the library draws them, and of 2**-53
 # in float64.
 _GRID_BITS = {np.dtype(np.float32): 24, np.dtype(np.float64): 53}
-_SMALL_BATCH = 128
-_LARGE_BATCH = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ class WindowEnumerator:
         params: Any,
         state: Any,
         *,
-        batch_sizes: Sequence[int] = (_SMALL_BATCH, _LARGE_BATCH),
+        batch_size: int = 1024,
     ):
         """Compiles nothing yet.
 
@@ -72,10 +71,9 @@ class WindowEnumerator:
           decoder: the decoder, whose own `step` is called.
           params: its params, one instance, for the shapes.
           state: a state of it, one instance, for the shapes.
-          batch_sizes: how many calls of `step` run together, in increasing order. Each
-            size is one compilation; the smallest that fits is used.
+          batch_size: how many calls of `step` run together, in one compiled program.
         """
-        self._batch_sizes = tuple(batch_sizes)
+        self._batch_size = _checks.check_integer("batch_size", batch_size, 1)
         window = jax.eval_shape(decoder.step, params, state)[1]
         self._decoder = decoder
         self._layout = _DrawsLayout(window)
@@ -90,7 +88,7 @@ class WindowEnumerator:
             state: Any, instance: jax.Array, uniforms: jax.Array
         ) -> tuple[jax.Array, Any]:
             own_params = jax.tree.map(lambda leaf: leaf[instance], params)
-            state, window = self._decoder.step(
+            state, window = self._decoder.unguarded_step(
                 own_params, state, self._layout.unflatten(uniforms)
             )
             verdict = window.verdict
@@ -105,8 +103,7 @@ class WindowEnumerator:
             ]
             return jnp.concatenate(outcome), state
 
-        outcomes, states = jax.vmap(one)(_with_keys(states), instance, uniforms)
-        return outcomes, _without_keys(states)
+        return jax.vmap(one)(states, instance, uniforms)
 
     def evaluate(
         self, params: Any, states: Any, instance: np.ndarray, grid: np.ndarray
@@ -122,18 +119,17 @@ class WindowEnumerator:
         Returns:
           Outcomes `[N, ...]` int, and states with leading axis N.
 
-        Exactness: calls the decoder's own `step`.
+        Exactness: calls the decoder's own `step`, batched by `vmap`: last bits may
+          differ from those of a single call, the law does not.
         """
         pieces = []
-        largest = self._batch_sizes[-1]
-        for start in range(0, len(instance), largest):
-            piece = slice(start, start + largest)
+        for start in range(0, len(instance), self._batch_size):
+            piece = slice(start, start + self._batch_size)
             count = len(instance[piece])
-            # A few fixed batch sizes, so that there are as many compilations.
-            width = next(size for size in self._batch_sizes if count <= size)
 
             def padded(array: np.ndarray) -> np.ndarray:
-                pad = np.repeat(array[:1], width - count, axis=0)  # noqa: B023
+                num_missing = self._batch_size - count  # noqa: B023
+                pad = np.repeat(array[:1], num_missing, axis=0)
                 return np.concatenate([array, pad])
 
             uniforms = np.ldexp(grid[piece].astype(np.float64), -self.grid_bits)
@@ -290,168 +286,16 @@ class _DrawsLayout:
         )
 
 
-def sequence_laws(
-    decoder: SpeculativeDecoder,
-    params: Any,
-    states: Any,
-    num_tokens: int,
-    *,
-    enumerator: WindowEnumerator | None = None,
-) -> list[dict[tuple[int, ...], float]]:
-    """Enumerates the law of the next tokens of several requests, across windows.
-
-    Args:
-      decoder: the decoder, whose own `step` is called.
-      params: leading axis of instances on every leaf.
-      states: states of `decoder.init`, leading axis of instances on every leaf.
-      num_tokens: length of the sequences; a request that ends earlier contributes
-        shorter ones.
-      enumerator: one made before for the same decoder, to compile once.
-
-    Returns:
-      For each instance, token tuple to probability in float64.
-
-    Exactness: the law of the code as it runs, see `WindowEnumerator.cells`.
-    """
-    num_instances = jax.tree.leaves(states)[0].shape[0]
-    if enumerator is None:
-        first_params, first_state = (
-            jax.tree.map(lambda leaf: leaf[0], tree) for tree in (params, states)
-        )
-        enumerator = WindowEnumerator(decoder, first_params, first_state)
-    laws: list[dict[tuple[int, ...], float]] = [{} for _ in range(num_instances)]
-    # One entry per distinct (instance, emitted tokens, state).
-    owner = np.arange(num_instances)
-    states = host_states(states)
-    emitted: list[tuple[int, ...]] = [()] * num_instances
-    weight = np.ones(num_instances)
-    while len(owner):
-        cells = enumerator.cells(params, states, owner)
-        next_of: dict[Any, int] = {}
-        rows, next_owner, next_emitted, next_weight = [], [], [], []
-        fingerprints = _fingerprints(cells.states)
-        is_running = cells.states.finish_reason == FinishReason.RUNNING
-        for cell, parent in enumerate(cells.state_index):
-            tokens = tuple(int(t) for t in cells.tokens[cell] if t >= 0)
-            sequence = (emitted[parent] + tokens)[:num_tokens]
-            probability = weight[parent] * cells.volume[cell]
-            instance = int(owner[parent])
-            if len(sequence) == num_tokens or not is_running[cell]:
-                law = laws[instance]
-                law[sequence] = law.get(sequence, 0.0) + probability
-                continue
-            key = (instance, sequence, fingerprints[cell])
-            if key not in next_of:
-                next_of[key] = len(rows)
-                rows.append(cell)
-                next_owner.append(instance)
-                next_emitted.append(sequence)
-                next_weight.append(0.0)
-            next_weight[next_of[key]] += probability
-        owner = np.asarray(next_owner, int)
-        emitted = next_emitted
-        weight = np.asarray(next_weight)
-        if len(owner):
-            chosen = np.asarray(rows)
-            states = jax.tree.map(lambda leaf: leaf[chosen], cells.states)  # noqa: B023
-    return laws
-
-
-def sequence_law(
-    decoder: SpeculativeDecoder, params: Any, state: Any, num_tokens: int
-) -> dict[tuple[int, ...], float]:
-    """Enumerates the law of the next tokens of one request, across windows.
-
-    Args:
-      decoder: the decoder, whose own `step` is called.
-      params: its weights.
-      state: a state of `decoder.init`.
-      num_tokens: length of the sequences; 1 gives the law of one row.
-
-    Returns:
-      Token tuple to probability in float64.
-
-    Exactness: the law of the code as it runs, see `WindowEnumerator.cells`.
-    """
-    params, state = (
-        jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], tree)
-        for tree in (params, state)
-    )
-    return sequence_laws(decoder, params, state, num_tokens)[0]
-
-
-def markov_law(
-    table: np.ndarray, context: Sequence[int], num_tokens: int
-) -> dict[tuple[int, ...], float]:
-    """Returns the law of the next tokens of a Markov table, by multiplication.
-
-    Args:
-      table: `[V] * n + [V]` float, probabilities of the next token after n tokens.
-      context: the text so far; places before it count as token 0.
-      num_tokens: length of the sequences.
-
-    Returns:
-      Token tuple to probability; zero-probability sequences are left out.
-
-    Exactness: the reference in float64.
-    """
-    order = np.ndim(table) - 1
-    table = np.asarray(table, np.float64)
-    law = {(): 1.0}
-    for _ in range(num_tokens):
-        longer = {}
-        for sequence, probability in law.items():
-            text = [0] * order + list(context) + list(sequence)
-            row = table[tuple(text[len(text) - order :])]
-            for token in np.flatnonzero(row):
-                longer[(*sequence, int(token))] = probability * float(row[token])
-        law = longer
-    return law
-
-
-@dataclasses.dataclass(frozen=True)
-class LawDifference:
-    """How far an enumerated law is from a reference.
-
-    Attributes:
-      total_variation: half the sum of absolute differences.
-      worst: the largest absolute difference of a cell.
-      worst_tokens: the sequence where it occurs.
-    """
-
-    total_variation: float
-    worst: float
-    worst_tokens: tuple[int, ...]
-
-
-def compare_laws(
-    law: dict[tuple[int, ...], float], reference: dict[tuple[int, ...], float]
-) -> LawDifference:
-    """Compares two laws over token sequences.
-
-    Args:
-      law: token tuple to probability.
-      reference: likewise; what is missing in one has probability 0.
-
-    Returns:
-      The difference.
-
-    Exactness: computed in float64.
-    """
-    keys = sorted(set(law) | set(reference))
-    gaps = np.array([law.get(key, 0.0) - reference.get(key, 0.0) for key in keys])
-    place = int(np.argmax(np.abs(gaps)))
-    return LawDifference(
-        total_variation=float(np.abs(gaps).sum() / 2),
-        worst=float(np.abs(gaps[place])),
-        worst_tokens=keys[place],
-    )
-
-
 def stack(trees: Sequence[Any]) -> Any:
-    """Stacks pytrees of equal structure along a new leading axis of instances.
+    """Stacks pytrees along a new leading axis of instances.
 
-    Exactness: not concerned.
+    Args:
+      trees: pytrees of one structure, such as states of one decoder.
+
+    Returns:
+      A pytree of that structure.
+
+    Exactness: bits are kept.
     """
 
     def stack_leaves(*leaves: jax.Array) -> jax.Array:
@@ -464,23 +308,14 @@ def stack(trees: Sequence[Any]) -> Any:
 
 
 def host_states(states: Any) -> Any:
-    """Turns states of decoders into NumPy arrays, keys into their data.
+    """Turns states of decoders into NumPy arrays, without their keys.
+
+    Args:
+      states: states, with or without a leading axis.
+
+    Returns:
+      The states; an enumerated window takes its uniforms from elsewhere.
 
     Exactness: bits are kept.
     """
-    return jax.tree.map(np.asarray, _without_keys(states))
-
-
-def _without_keys(states: Any) -> Any:
-    return states.replace(request_key=jax.random.key_data(states.request_key))
-
-
-def _with_keys(states: Any) -> Any:
-    return states.replace(request_key=wrap_key(states.request_key))
-
-
-def _fingerprints(states: Any) -> list[bytes]:
-    """Returns the bytes of each state, so that equal states can be merged."""
-    rows = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(states)]
-    rows = [np.ascontiguousarray(leaf) for leaf in rows]
-    return [b"".join(leaf[i].tobytes() for leaf in rows) for i in range(len(rows[0]))]
+    return jax.tree.map(np.asarray, dataclasses.replace(states, request_key=None))

@@ -1,0 +1,53 @@
+"""The law tests once more in float64, and once with every NaN an error.
+
+Both are settings of the whole process, hence the subprocesses. A part of the tests is
+chosen by name, so that the two take a few minutes; `JAX_ENABLE_X64=1 pytest
+tests/law_test.py tests/audit` runs them all.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# All thresholds and measures of one row, V = 2..4; every gate and kind of row at K = 1
+# and K = 3, for both verifiers, with joint laws, budgets and borders; one control.
+IN_FLOAT64 = (
+    "instances or 2-1-token or 2-3-token or 3-1-token or 4-1-token or 2-3-exact_match "
+    "or up_to_the or precision or unaccounted_gate or markov_law or compare_laws"
+)
+# Masked arithmetic hides NaNs of its own; here they would stop the program.
+WITH_DEBUG_NANS = "gated_instances or top_instances or 2-2-token"
+
+
+def run_tests(names: str, **environment: str) -> int:
+    """Runs the named tests and returns how many passed; fails if any did not."""
+    command = [sys.executable, "-m", "pytest", "tests/law_test.py", "tests/audit"]
+    command += ["-q", "-p", "no:cacheprovider", "-k", names]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**inherited, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    summary = result.stdout.strip().splitlines()[-1]
+    assert not re.search("failed|error|skipped|xfailed", summary), summary
+    passed = re.search(r"(\d+) passed", summary)
+    assert passed, summary
+    print(f"\n{environment}: {summary}")
+    return int(passed[1])
+
+
+def test_laws_in_float64():
+    # There, the tolerance is 1e-12: `test_precision_is_what_the_environment_asks_for`.
+    assert run_tests(IN_FLOAT64, JAX_ENABLE_X64="1") >= 33
+
+
+def test_laws_without_a_nan():
+    assert run_tests(WITH_DEBUG_NANS, JAX_DEBUG_NANS="1") >= 8
