@@ -1,12 +1,37 @@
 """Strict settings for every test: what is implicit in JAX is an error here."""
 
+import pathlib
+
 import jax
 import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_debug_key_reuse", True)
+# Several tests compile the same program, in several processes.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+# The longest files first, so that two processes end at about the same time.
+LONGEST = (
+    "smollm2_test.py",
+    "float64_test.py",
+    "law_test.py",
+    "conformance_test.py",
+    "oracle_parity_test.py",
+    "exact_match_test.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        name = item.path.name
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture
