@@ -1,8 +1,8 @@
 """The default mode's contract in full: tokens depend on the request alone.
 
-Every drafter, K and gate, 20 seeds, resumed at several points, on Markov tables and on a
-small llama: the tokens are those of plain decoding. The gates share one program, which
-asks the gate that a traced setting names.
+Every drafter, K and gate, 20 seeds, resumed at several points, on Markov tables and on
+a small llama: the tokens are those of plain decoding. The gates share one program,
+which asks the gate that a traced setting names.
 """
 
 import functools
@@ -69,9 +69,7 @@ def make_drafter(kind, name, num_draft_tokens):
 
 def run(decoder, params, requests):
     """Runs requests together, each as if alone, and returns their tokens."""
-    states = audit.stack(
-        [decoder.init(params, **request) for request in requests]
-    )
+    states = audit.stack([decoder.init(params, **request) for request in requests])
 
     @jax.jit
     def run_all(params, states):

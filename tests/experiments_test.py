@@ -12,7 +12,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def generate(*arguments, timeout=300):
     return subprocess.run(
-        [sys.executable, ROOT / "experiments" / "generate.py", *arguments],
+        [
+            sys.executable,
+            ROOT / "experiments" / "generate.py",
+            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -29,6 +34,7 @@ def test_generate_streams_verifies_and_reports(tmp_path):
         *("--temperature", "0.8", "--drafter", "layer_skip", "--verifier", "token"),
         *("--gate", "picked", "--threshold", "0.3", "--num_draft_tokens", "3"),
         *("--seed", "0", "--max_new_tokens", "12", "--max_length", "128"),
+        *("--layers", "0,1,2,11,28,29"),
         *("--verify_target", "--out", str(out)),
     )
     assert result.returncode == 0, result.stderr

@@ -1,3 +1,4 @@
+import functools
 import sys
 
 import jax
@@ -36,17 +37,18 @@ class Letters:
 CYCLE = np.roll(np.eye(8), 1, axis=1)  # a -> b -> c ... -> . -> a
 
 
-def make(table=CYCLE, num_draft_tokens=3, verifier=None, max_length=64, gate=None):
+@functools.cache
+def make_decoder(max_length=64, verifier=verifiers.exact_match, threshold=0.0):
     target = targets.tabular(8, max_length=max_length)
-    params = TabularParams(jnp.log(jnp.asarray(table, float)))
-    drafter = drafters.suffix(
-        num_draft_tokens=num_draft_tokens, vocab_size=8, min_match=1
+    drafter = drafters.suffix(num_draft_tokens=3, vocab_size=8, min_match=1)
+    return strata.speculative_decoder(
+        target, drafter, gates.picked(threshold), verifier()
     )
-    return strata.speculative_decoder(target, drafter, gate, verifier), params
 
 
-def run(prompt="a", *, table=CYCLE, max_length=64, **arguments):
-    decoder, params = make(table, max_length=max_length)
+def run(prompt="a", *, table=CYCLE, decoder=None, max_length=64, **arguments):
+    decoder = make_decoder(max_length) if decoder is None else decoder
+    params = TabularParams(jnp.log(jnp.asarray(table, float)))
     arguments.setdefault("max_new_tokens", 20)
     return strata.generate(decoder, params, Letters(), prompt, **arguments)
 
@@ -185,10 +187,8 @@ def test_progress_bar_without_tqdm(monkeypatch):
 
 
 def test_gated_token_verifier_streams_the_same_law_of_a_certain_text():
-    decoder, params = make(verifier=verifiers.token(), gate=gates.picked(0.5))
-    generation = strata.generate(
-        decoder, params, Letters(), "abcdefgabcd", max_new_tokens=9
-    )
+    decoder = make_decoder(verifier=verifiers.token, threshold=0.5)
+    generation = run("abcdefgabcd", decoder=decoder, max_new_tokens=9)
     assert generation.text == "efg."
     assert jax.tree.leaves(generation.verdicts)[0].shape[0] == len(
         generation.verdicts.num_emitted

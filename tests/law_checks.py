@@ -237,7 +237,7 @@ def library_bench(vocab_size: int, num_draft_tokens: int, verifier: str) -> "Ben
 class Bench:
     """A decoder with its enumerator, which compiles once for all instances."""
 
-    def __init__(self, decoder, *, batch_size: int = 1024):
+    def __init__(self, decoder, *, batch_size: int = 512):
         self.decoder = decoder
         self._batch_size = batch_size
         self._enumerator = None

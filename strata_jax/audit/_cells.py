@@ -63,7 +63,7 @@ class WindowEnumerator:
         params: Any,
         state: Any,
         *,
-        batch_size: int = 1024,
+        batch_size: int = 512,
     ):
         """Compiles nothing yet.
 
