@@ -36,6 +36,7 @@ _ELSEWHERE = {
     "bug-013": "verifiers/token_test.py::test_bug_013_golden_traces",
     "bug-035": "sampling/draw_test.py::test_bug_035_tail_mass_is_reached",
     "bug-050": "drafters/suffix_test.py::test_bug_050",
+    "bug-053": "diagnostics/acceptance_test.py::test_bug_053",
     "bug-058": "checkpoints/safetensors_test.py",
     "bug-059": "checkpoints/safetensors_test.py",
 }
@@ -44,7 +45,6 @@ _NOT_BUILT_YET = {
     "bug-046": "no model has a ring cache",
     "bug-047": "no model has a recurrent state",
     "bug-049": "there is no multi-token-prediction drafter",
-    "bug-053": "there are no acceptance metrics",
     "bug-055": "there is no mixture-of-experts model",
     "bug-056": "there is no mixture-of-experts model",
 }

@@ -1,8 +1,7 @@
 """The law tests once more in float64, and once with every NaN an error.
 
 Both are settings of the whole process, hence the subprocesses. A part of the tests is
-chosen by name, so that the two take a few minutes; `JAX_ENABLE_X64=1 pytest
-tests/law_test.py tests/audit` runs them all.
+chosen by name, so that the two take a few minutes; the slow test runs them all.
 """
 
 import os
@@ -10,6 +9,8 @@ import pathlib
 import re
 import subprocess
 import sys
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -47,6 +48,11 @@ def run_tests(names: str, **environment: str) -> int:
 def test_laws_in_float64():
     # There, the tolerance is 1e-12: `test_precision_is_what_the_environment_asks_for`.
     assert run_tests(IN_FLOAT64, JAX_ENABLE_X64="1") >= 33
+
+
+@pytest.mark.slow
+def test_all_laws_in_float64():
+    assert run_tests("", JAX_ENABLE_X64="1") >= 84
 
 
 def test_laws_without_a_nan():

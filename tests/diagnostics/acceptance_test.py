@@ -1,9 +1,14 @@
+import json
+import pathlib
+
 import jax.numpy as jnp
 import numpy as np
 
 import strata_jax as strata
 from strata_jax import diagnostics, drafters, gates, targets, verifiers
 from strata_jax.targets import TabularParams
+
+TESTDATA = pathlib.Path(__file__).parents[1] / "testdata"
 
 
 def verdicts(rounds, num_draft_tokens=4):
@@ -22,6 +27,42 @@ def verdicts(rounds, num_draft_tokens=4):
         status=zeros,
         kind=np.asarray(kind, np.int32),
     )
+
+
+def summary_of(case):
+    return diagnostics.summarize_acceptance(
+        verdicts(
+            [
+                (row["offered"], row["accepted"], "null_at" in row)
+                for row in case["inputs"]["rounds"]
+            ]
+        )
+    )
+
+
+def test_bug_053():
+    cases = json.loads((TESTDATA / "cases.json").read_text("utf-8"))
+    (case,) = (case for case in cases if case["id"] == "bug-053")
+    expected, wrong = case["expected"], case["naive_wrong"]
+    summary = summary_of(case)
+    assert summary.num_offered == expected["offered_total"]
+    assert summary.num_accepted == expected["accepted_total"]
+    assert summary.acceptance_rate == expected["acceptance_rate"]
+    assert summary.num_windows == expected["windows"]
+    assert summary.num_windows_with_offer == expected["windows_with_offer"]
+    assert summary.num_tokens == expected["emitted_total"]
+    assert summary.tokens_per_window == expected["mean_emitted_per_window"]
+    assert abs(
+        summary.tokens_per_window_with_offer - expected["mean_accept_len_with_offer"]
+    ) < float(case["tolerance"])
+    assert summary.num_null == expected["null_rows"]
+    assert summary.offered_by_row.tolist() == expected["offered_per_position"]
+    assert summary.accepted_by_row.tolist() == expected["accepted_per_position"]
+    # The two wrong rates: over all configured rows, and counting the final tokens.
+    num_rows = 4 * 4
+    assert summary.num_accepted / num_rows == wrong["configured_denominator"]
+    assert summary.acceptance_rate != wrong["configured_denominator"]
+    assert abs(summary.acceptance_rate - wrong["drafted_incl_bonus"]) > 0.1
 
 
 def test_counts_by_hand():
