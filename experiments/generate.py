@@ -4,8 +4,7 @@ The answer is streamed to standard output, a table of statistics follows. With
 --verify_target the run is replayed against plain one-token decoding, and every logit
 row of every window is compared bit by bit.
 
-  python experiments/generate.py --model smollm2 --chat \
-    --prompt "Name three colours." --drafter suffix --verifier exact_match
+  python experiments/generate.py --chat --prompt "Name three colours." --seed 1
 """
 
 from __future__ import annotations
