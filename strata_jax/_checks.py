@@ -41,8 +41,10 @@ def check_integer_dtype(name: str, array: jax.Array) -> None:
 def check_number(name: str, value: Any, minimum: float, maximum: float) -> float:
     """Returns `value` as a float; ValueError unless it lies in [minimum, maximum]."""
     try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
     if math.isnan(number) or not minimum <= number <= maximum:
         raise ValueError(f"{name} must be in [{minimum:g}, {maximum:g}], got {value!r}")

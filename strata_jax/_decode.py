@@ -21,6 +21,7 @@ from strata_jax._emission import (
     finish_reason,
     window_probs,
 )
+from strata_jax._precision import at_least_float32
 from strata_jax._request import (
     DecoderState,
     Request,
@@ -47,7 +48,7 @@ from strata_jax._types import (
 from strata_jax.drafters import build_proposal
 from strata_jax.drafters import none as no_drafter
 from strata_jax.gates import always
-from strata_jax.sampling import count_tokens, probs_dtype
+from strata_jax.sampling import count_tokens
 from strata_jax.targets import guard
 from strata_jax.verifiers import exact_match
 
@@ -88,8 +89,9 @@ def speculative_decoder(
     drafter = no_drafter() if drafter is None else drafter
     gate = always() if gate is None else gate
     verifier = exact_match() if verifier is None else verifier
-    draft_rule = verifier.draft_rule if draft_rule is None else draft_rule
-    _check_parts(target, drafter, gate, verifier, draft_rule, bit_exact)
+    _check_parts(target, drafter, gate, verifier)
+    rule = verifier.draft_rule if draft_rule is None else draft_rule
+    _check_combination(target, drafter, gate, verifier, rule, bit_exact)
     if max_candidates is not None:
         max_candidates = _checks.check_integer("max_candidates", max_candidates, 1)
 
@@ -105,11 +107,18 @@ def speculative_decoder(
         counts = count_tokens(
             request.tokens, request.prompt_length, request.length, vocab_size
         )
+        # A resumed text may have ended; an EOS that belongs to the prompt ends nothing.
+        last = context.tokens[context.length - 1]
+        has_ended = (counts.num_output > 0) & jnp.any(
+            request.settings.sampling.eos_ids == last
+        )
         is_over = (request.settings.max_new_tokens <= counts.num_output) | (
             context.length >= max_length
         )
         reason = jnp.where(
-            is_over, FinishReason.LENGTH.value, FinishReason.RUNNING.value
+            has_ended,
+            FinishReason.EOS.value,
+            jnp.where(is_over, FinishReason.LENGTH.value, FinishReason.RUNNING.value),
         )
         target_state = target.prefill(
             target_params,
@@ -190,7 +199,7 @@ def speculative_decoder(
             context.length,
             context.length,
         )[0].logits.dtype
-        dtype = probs_dtype(logits_dtype)
+        dtype = at_least_float32(logits_dtype)
         records = []
 
         def offer(row_fn: Any, carry: Any) -> tuple[Any, Any]:
@@ -207,7 +216,7 @@ def speculative_decoder(
                 context=context,
                 draft_uniforms=draws.draft,
                 gate_uniforms=draws.gate,
-                draft_rule=draft_rule,
+                draft_rule=rule,
                 max_candidates=max_candidates,
                 dtype=dtype,
             )
@@ -245,9 +254,10 @@ def speculative_decoder(
         )
         verdict = verifier.verify(draws.verifier, target_probs, proposal)
         eos_ids = settings.sampling.eos_ids
-        verdict = cut_verdict(verdict, row_status, eos_ids, is_running, num_rows)
-        status = verdict.status | record.status
-        status = status | jnp.where(is_full, Status.CACHE_FULL.value, 0)
+        verdict = cut_verdict(
+            verdict, row_status, record.status, eos_ids, is_running, num_rows
+        )
+        status = verdict.status | jnp.where(is_full, Status.CACHE_FULL.value, 0)
         verdict = dataclasses.replace(verdict, status=status)
 
         context = append_tokens(context, verdict)
@@ -416,6 +426,23 @@ def _scan(
 
 
 def _check_parts(
+    target: TargetModel, drafter: Drafter, gate: Gate, verifier: Verifier
+) -> None:
+    for name, part, kind in (
+        ("target", target, TargetModel),
+        ("drafter", drafter, Drafter),
+        ("gate", gate, Gate),
+        ("verifier", verifier, Verifier),
+    ):
+        if not isinstance(part, kind):
+            called = ": call the factory" if callable(part) else ""
+            raise ValueError(
+                f"{name} must be a strata_jax.{kind.__name__}, got {part!r}{called}"
+            )
+    _checks.check_integer("the drafter's num_draft_tokens", drafter.num_draft_tokens, 0)
+
+
+def _check_combination(
     target: TargetModel,
     drafter: Drafter,
     gate: Gate,
@@ -441,7 +468,14 @@ def _check_parts(
             f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
             f"{target.vocab_size}: a drafter must propose ids of the target"
         )
-    if drafter.num_draft_tokens + 1 > target.max_length:
+    num_rows = drafter.num_draft_tokens + 1
+    if target.max_window is not None and num_rows > target.max_window:
+        raise ValueError(
+            f"num_draft_tokens={drafter.num_draft_tokens} gives windows of {num_rows} "
+            f"rows, and the target takes max_window={target.max_window}: build it with "
+            "a larger one"
+        )
+    if num_rows > target.max_length:
         raise ValueError(
             f"num_draft_tokens={drafter.num_draft_tokens} does not fit into a context "
             f"of max_length={target.max_length}: draft less or give a longer context"

@@ -50,11 +50,16 @@ def window_probs(
 def cut_verdict(
     verdict: Verdict,
     row_status: jax.Array,
+    draft_status: jax.Array,
     eos_ids: jax.Array,
     is_running: jax.Array,
     num_rows: jax.Array,
 ) -> Verdict:
-    """Ends the emission at a bad row, at EOS, and before it starts if finished."""
+    """Ends the emission at a bad row, at EOS, and before it starts if finished.
+
+    A bad row that the emission did not reach does not count: a target row behind a
+    rejection or EOS, or the draft row after the last offered one (`draft_status`).
+    """
     index = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
     is_bad = (row_status != 0) & (index < num_rows)
     # A bad row has no mass, so nothing is accepted at it; it emits nothing either.
@@ -65,10 +70,11 @@ def cut_verdict(
     num_emitted = jnp.where(
         jnp.any(is_eos), jnp.argmax(is_eos).astype(jnp.int32) + 1, num_emitted
     )
-    is_failed = is_bad_end & ~jnp.any(is_eos)
     num_emitted = jnp.where(is_running, num_emitted, 0)
-    bad_status = jnp.where(is_failed, row_status[verdict.num_accepted], 0)
-    status = jnp.where(is_running, verdict.status | bad_status, 0)
+    bad_target = jnp.where(is_bad_end, row_status[verdict.num_accepted], 0)
+    bad_draft = jnp.where(verdict.num_accepted + 1 == num_rows, draft_status, 0)
+    reached = jnp.where(jnp.any(is_eos), 0, bad_target | bad_draft)
+    status = jnp.where(is_running, verdict.status | reached, 0)
     return dataclasses.replace(
         verdict,
         tokens=jnp.where(index < num_emitted, verdict.tokens, -1),
@@ -79,6 +85,7 @@ def cut_verdict(
 
 
 def append_tokens(context: Context, verdict: Verdict) -> Context:
+    """Commits the emitted tokens; nothing is written past the buffer."""
     index = jnp.arange(verdict.tokens.shape[0], dtype=jnp.int32)
     place = jnp.where(
         index < verdict.num_emitted, context.length + index, context.tokens.shape[0]
@@ -90,6 +97,7 @@ def append_tokens(context: Context, verdict: Verdict) -> Context:
 
 
 def count_emitted(counts: TokenCounts, verdict: Verdict) -> TokenCounts:
+    """Counts the emitted tokens as output."""
     vocab_size = counts.in_output.shape[0]
     tokens = jnp.where(verdict.tokens >= 0, verdict.tokens, vocab_size)
     return dataclasses.replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -125,8 +125,9 @@ def generate(
     """
     max_new_tokens = _checks.check_integer("max_new_tokens", max_new_tokens, 0)
     windows_per_call = _checks.check_integer("windows_per_call", windows_per_call, 1)
-    if isinstance(stop, str):
-        raise ValueError(f"stop must be a sequence of texts, got the text {stop!r}")
+    if isinstance(stop, str) or not isinstance(stop, Iterable):
+        raise ValueError(f"stop must be a sequence of texts, got {stop!r}")
+    stop = tuple(stop)
     if not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop must hold non-empty texts, got {list(stop)!r}")
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

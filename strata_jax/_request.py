@@ -60,6 +60,15 @@ class Request(NamedTuple):
 # What `init` takes by name beside the gate's settings.
 _REQUEST_SETTINGS = frozenset(
     {
+        # of generate
+        "context",
+        "prompt",
+        "stop",
+        "on_text",
+        "progress",
+        "windows_per_call",
+        "throw",
+        # of init
         "seed",
         "max_new_tokens",
         "prompt_length",
@@ -111,7 +120,7 @@ def check_request(
     budget = max_length if max_new_tokens is None else max_new_tokens
     budget = _checks.check_integer("max_new_tokens", budget, 0)
     sampling = dict(settings)
-    gate_numbers = _take_gate_numbers(gate, sampling)
+    gate_numbers = take_gate_numbers(gate, sampling)
     tokens = np.zeros(max_length, np.int32)
     tokens[: len(ids)] = ids
     seed = _checks.check_integer("seed", seed, 0, 2**32 - 1)
@@ -146,7 +155,12 @@ def check_setting_names(gate: Gate) -> None:
 def _check_context(
     context: Sequence[int] | np.ndarray | jax.Array, vocab_size: int, max_length: int
 ) -> np.ndarray:
-    ids = np.asarray(context)
+    try:
+        ids = np.asarray(context)
+    except ValueError as error:
+        raise ValueError(
+            f"context must be a one-dimensional sequence of token ids: {error}"
+        ) from None
     if ids.size == 0:
         raise ValueError("context is empty: give at least one token, such as BOS")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -169,7 +183,7 @@ def _check_context(
     return ids.astype(np.int32)
 
 
-def _take_gate_numbers(gate: Gate, settings: dict[str, Any]) -> dict[str, jax.Array]:
+def take_gate_numbers(gate: Gate, settings: dict[str, Any]) -> dict[str, jax.Array]:
     """Takes the gate's settings out of `settings` and checks them."""
     numbers = {}
     for name, setting in gate.settings.items():

@@ -27,7 +27,8 @@ class Status(enum.IntFlag):
 
 
 _REMEDIES = {
-    Status.NON_FINITE_LOGITS: "the target's logits held NaN or +inf: check the weights",
+    Status.NON_FINITE_LOGITS: "the target's logits held NaN or +inf: check the "
+    "weights, and penalties that are extreme",
     Status.EMPTY_SUPPORT: "every token was banned: check logit_bias and min_tokens",
     Status.CACHE_FULL: "the window did not fit: give the target a longer context",
     Status.UNNORMALIZED_DRAFT: "a draft row was no distribution: check the drafter",

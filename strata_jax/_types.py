@@ -88,7 +88,7 @@ class Verdict:
     tokens: jax.Array  # [K + 1] int32, emitted tokens, then -1
     num_accepted: jax.Array  # [] int32, drafts among the emitted tokens
     num_emitted: jax.Array  # [] int32, 0 for a finished request
-    source: jax.Array  # [] int32, Source
+    source: jax.Array  # [] int32, Source; of the whole window, also if EOS cut it
     status: jax.Array  # [] int32, Status bits
     kind: jax.Array  # [K] int32, RowKind, as proposed
 
@@ -167,17 +167,6 @@ class Gate(NamedTuple):
     """(state, proposal, verdict) -> state, called after every window."""
 
 
-class DraftStep(NamedTuple):
-    """What a drafter knows when it makes one row."""
-
-    row: jax.Array
-    """[] int32, index of the row in the window."""
-    previous_token: jax.Array
-    """[] int32, the token before the one to be drafted."""
-    to_probs: Callable[[jax.Array], jax.Array]
-    """logits [V] -> q [V]: the request's sampling chain at this row."""
-
-
 class DraftRow(NamedTuple):
     """One row that a drafter offers for drawing."""
 
@@ -185,6 +174,18 @@ class DraftRow(NamedTuple):
     """[V] float, q, sums to 1 (a point mass is a one-hot row)."""
     is_available: jax.Array
     """[] bool, False if the drafter has nothing to say: the row is ABSENT."""
+
+
+class DraftStep(NamedTuple):
+    """What a drafter knows when it makes one row."""
+
+    row: jax.Array
+    """[] int32, index of the row in the window."""
+    previous_token: jax.Array
+    """[] int32, the token before the one to be drafted."""
+    to_row: Callable[[jax.Array], DraftRow]
+    """logits [V] -> the row that the request's sampling chain makes of them here; not
+    available if the request bans all that the drafter would draw."""
 
 
 class RowFn(Protocol):
@@ -262,6 +263,8 @@ class TargetModel(NamedTuple):
     is_bit_exact: bool
     """Whether row i of `score` equals the singleton's bit for bit (contract T1)."""
     name: str
+    max_window: int | None = None
+    """The largest T that `score` takes, or None if any."""
 
 
 class Verifier(NamedTuple):

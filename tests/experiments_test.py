@@ -52,6 +52,20 @@ def test_generate_streams_verifies_and_reports(tmp_path):
     assert sum(statistics[part] for part in parts) == num_rows
 
 
+def test_generate_nothing():
+    result = generate(
+        "--prompt",
+        "a",
+        "--max_new_tokens",
+        "0",
+        "--max_length",
+        "64",
+        "--verify_target",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "0 of 0" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -62,6 +76,10 @@ def test_generate_streams_verifies_and_reports(tmp_path):
         (["--prompt", "a", "--gate", "picked", "--threshold", "1.5"], "threshold"),
         (["--prompt", "a", "--top_k", "-2"], "top_k"),
         (["--prompt", ""], "context is empty"),
+        (["--prompt", "a", "--max_length", "1000000"], "takes at most 8192"),
+        (["--prompt", "a", "--threshold", "0.5"], "--threshold has no use"),
+        (["--prompt", "a", "--layers", "0,1"], "--layers has no use"),
+        (["--prompt", "a", "--out", "/"], "that is a folder"),
     ],
 )
 def test_generate_refuses(arguments, match):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strata_jax import _checks
 from strata_jax._types import FinishReason, SpeculativeDecoder
 from strata_jax.audit._cells import WindowEnumerator, host_states
 
@@ -37,6 +38,7 @@ def sequence_laws(
 
     Exactness: the law of the code as it runs, see `WindowEnumerator.cells`.
     """
+    num_tokens = _checks.check_integer("num_tokens", num_tokens, 1)
     num_instances = jax.tree.leaves(states)[0].shape[0]
     if enumerator is None:
         first_params, first_state = (

@@ -109,13 +109,8 @@ def model(
                 feed,
                 (jnp.zeros(logits.shape, logits.dtype), carry.target_state),
             )
-            probs = step.to_probs(logits)
-            # A row of zeros is what the chain makes of bad logits; the packet builder
-            # sees that it is no distribution.
-            return (
-                ModelDrafterState(target_state=cache, num_cached=stop),
-                DraftRow(probs, jnp.asarray(True)),
-            )
+            state = ModelDrafterState(target_state=cache, num_cached=stop)
+            return state, step.to_row(logits)
 
         return offer(row, state)
 

@@ -10,4 +10,5 @@ from strata_jax.models._llama_batched import forward as forward
 from strata_jax.models._llama_params import LlamaConfig as LlamaConfig
 from strata_jax.models._llama_params import LlamaLayer as LlamaLayer
 from strata_jax.models._llama_params import LlamaParams as LlamaParams
+from strata_jax.models._llama_params import check_params as check_params
 from strata_jax.models._llama_params import random_params as random_params

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from strata_jax._precision import at_least_float32
 from strata_jax.models._llama_params import LlamaConfig, LlamaLayer, LlamaParams
 
 # The number of cache rows that one step of the running softmax takes in. It is part of
@@ -197,18 +198,18 @@ def _attend(
     A running softmax over blocks of the cache, so that the cost grows with the
     position and the bits do not depend on the capacity.
     """
-    dtype = query.dtype
+    narrow, dtype = query.dtype, at_least_float32(query.dtype)
     groups = config.num_heads // config.num_kv_heads
     shape = (config.num_kv_heads, groups)
-    query = query.reshape(*shape, config.head_dim)
+    query = query.reshape(*shape, config.head_dim).astype(dtype)
     scale = jnp.asarray(config.head_dim**-0.5, dtype)
     block_shape = (config.num_kv_heads, CACHE_BLOCK, config.head_dim)
 
     def block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, mixed = carry
         start = index * CACHE_BLOCK
-        key = lax.dynamic_slice(keys, (0, start, 0), block_shape)
-        value = lax.dynamic_slice(values, (0, start, 0), block_shape)
+        key = lax.dynamic_slice(keys, (0, start, 0), block_shape).astype(dtype)
+        value = lax.dynamic_slice(values, (0, start, 0), block_shape).astype(dtype)
         rows = start + jnp.arange(CACHE_BLOCK, dtype=jnp.int32)
         is_visible = (rows <= position)[None, None]
         scores = jnp.einsum("kgd,ksd->kgs", query, key) * scale
@@ -229,7 +230,7 @@ def _attend(
     )
     num_blocks = position // CACHE_BLOCK + 1
     _, total, mixed = lax.fori_loop(0, num_blocks, block, carry)
-    return (mixed / total[..., None]).reshape(-1)
+    return (mixed / total[..., None]).reshape(-1).astype(narrow)
 
 
 def _feed_forward(
@@ -244,10 +245,10 @@ def rms_norm(state: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
 
     Exactness: a function of one row if called on one row.
     """
-    mean_square = jnp.mean(state * state, axis=-1, keepdims=True)
-    return (
-        state * lax.rsqrt(mean_square + epsilon) * jnp.broadcast_to(scale, state.shape)
-    )
+    wide = state.astype(at_least_float32(state.dtype))
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = (wide * lax.rsqrt(mean_square + epsilon)).astype(state.dtype)
+    return normed * jnp.broadcast_to(scale, state.shape)
 
 
 def rotary_angles(
@@ -258,17 +259,22 @@ def rotary_angles(
     Args:
       config: the model's shape.
       position: `[...]` int32.
-      dtype: of the result; angles are computed in it.
+      dtype: of the result; a narrow dtype does not tell neighbouring positions
+        apart, so angles are computed in at least float32.
+
+    Returns:
+      Cosines and sines.
 
     Exactness: elementwise.
     """
     half = config.head_dim // 2
-    exponent = jnp.arange(half, dtype=dtype) / half
-    frequencies = 1.0 / (jnp.asarray(config.rope_theta, dtype) ** exponent)
-    angles = position[..., None].astype(dtype) * frequencies.reshape(
+    wide = at_least_float32(dtype)
+    exponent = jnp.arange(half, dtype=wide) / half
+    frequencies = 1.0 / (jnp.asarray(config.rope_theta, wide) ** exponent)
+    angles = position[..., None].astype(wide) * frequencies.reshape(
         (1,) * position.ndim + (-1,)
     )
-    return jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
 
 def rotate(heads: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:

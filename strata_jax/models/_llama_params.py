@@ -8,6 +8,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from strata_jax import _checks
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
@@ -43,10 +47,22 @@ class LlamaConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name != "tie_embeddings" and not value > 0:
-                raise ValueError(f"{field.name} must be positive, got {value!r}")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position",
+        )
+        for name in sizes:
+            _checks.check_integer(name, getattr(self, name), 1)
+        for name in ("rope_theta", "norm_epsilon"):
+            value = getattr(self, name)
+            if not 0 < _checks.check_number(name, value, 0.0, _LARGEST):
+                raise ValueError(f"{name} must be positive, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads ({self.num_kv_heads}) must divide num_heads "
@@ -87,6 +103,35 @@ class LlamaParams:
     layers: tuple[LlamaLayer, ...]
     final_norm: jax.Array  # [D]
     head: jax.Array | None  # [V, D]; None if tied to `embedding`
+
+
+def check_params(config: LlamaConfig, params: LlamaParams) -> None:
+    """Checks that weights have the shapes that a configuration states.
+
+    Args:
+      config: the configuration.
+      params: the weights.
+
+    Raises:
+      ValueError: naming the first tensor that differs, and both shapes.
+
+    Exactness: not concerned.
+    """
+    expected = jax.eval_shape(lambda: random_params(config, jax.random.key(0)))
+    if len(params.layers) != config.num_layers:
+        raise ValueError(
+            f"params has {len(params.layers)} layers, config {config.num_layers}: give "
+            "the weights that belong to this configuration"
+        )
+    if (params.head is None) != config.tie_embeddings:
+        raise ValueError(
+            f"params.head is {'' if params.head is None else 'not '}None, and "
+            f"config.tie_embeddings is {config.tie_embeddings}: they must agree"
+        )
+    wanted = jax.tree.leaves_with_path(expected)
+    found = jax.tree.leaves_with_path(params)
+    for (path, shape), (_, array) in zip(wanted, found, strict=True):
+        _checks.check_shape(f"params{jax.tree_util.keystr(path)}", array, shape.shape)
 
 
 def random_params(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from strata_jax import _checks
+from strata_jax._precision import at_least_float32
 from strata_jax._status import Status
 from strata_jax._sums import doubling_sum, halving_sum
 from strata_jax.sampling._settings import SamplingSettings
@@ -65,22 +66,6 @@ def count_tokens(
     )
 
 
-def probs_dtype(logits_dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """Returns the dtype in which rows of logits become probabilities.
-
-    Args:
-      logits_dtype: the logits' own.
-
-    Returns:
-      float64 for float64, else float32.
-
-    Exactness: float64 stays, everything else is float32: the cast is made once, before
-      the draw and the ratio part ways.
-    """
-    is_double = jnp.dtype(logits_dtype) == jnp.float64
-    return jnp.dtype(jnp.float64 if is_double else jnp.float32)
-
-
 def chain_probs(
     settings: SamplingSettings,
     logits: jax.Array,
@@ -113,7 +98,7 @@ def chain_probs(
     """
     vocab_size = settings.logit_bias.shape[0]
     _checks.check_shape("logits", logits, (vocab_size,))
-    logits = logits.astype(probs_dtype(logits.dtype))
+    logits = logits.astype(at_least_float32(logits.dtype))
     dtype = logits.dtype
     is_finite = _is_finite(logits)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import flax.struct
 import jax
@@ -95,10 +95,18 @@ def sampling_settings(
     repetition_penalty = number(
         "repetition_penalty", repetition_penalty, smallest, largest
     )
+    if logit_bias is not None and not isinstance(logit_bias, Mapping):
+        raise ValueError(
+            "logit_bias must map token ids to numbers, as in {5: -1.0}; got "
+            f"{type(logit_bias).__name__}"
+        )
+    if isinstance(eos_ids, str) or not isinstance(eos_ids, Iterable):
+        raise ValueError(f"eos_ids must be a sequence of token ids, got {eos_ids!r}")
     bias = np.zeros(vocab_size, np.float32)
     for token, value in (logit_bias or {}).items():
         token = integer("logit_bias token id", token, 0, vocab_size - 1)
         bias[token] = number(f"logit_bias[{token}]", value, -infinity, largest)
+    min_tokens = integer("min_tokens", min_tokens, 0, 2**31 - 1)
     eos = [integer("eos_ids", token, 0, vocab_size - 1) for token in eos_ids]
     if len(eos) > MAX_EOS_IDS:
         raise ValueError(f"eos_ids holds {len(eos)} ids, at most {MAX_EOS_IDS} fit")
@@ -119,6 +127,6 @@ def sampling_settings(
         top_k=jnp.asarray(top_k, jnp.int32),
         logit_bias=jnp.asarray(bias, float),
         eos_ids=jnp.asarray(eos, jnp.int32),
-        min_tokens=jnp.asarray(integer("min_tokens", min_tokens, 0), jnp.int32),
+        min_tokens=jnp.asarray(min_tokens, jnp.int32),
         **{name: jnp.asarray(value, float) for name, value in scalars.items()},
     )

@@ -15,6 +15,7 @@ from strata_jax.models import (
     LlamaConfig,
     LlamaParams,
     batched_rows,
+    check_params,
     empty_cache,
 )
 
@@ -42,6 +43,7 @@ def batched(
     max_window = _checks.check_integer("max_window", max_window, 1)
 
     def init(params: LlamaParams) -> LlamaCache:
+        check_params(config, params)
         # A window writes all its rows, computed or not; they must not be shifted.
         size = max_length + max_window
         return empty_cache(config, size, params.embedding.dtype)
@@ -93,4 +95,5 @@ def batched(
         max_length=max_length,
         is_bit_exact=False,
         name="batched",
+        max_window=max_window,
     )

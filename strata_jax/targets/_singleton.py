@@ -14,6 +14,7 @@ from strata_jax.models import (
     LlamaCache,
     LlamaConfig,
     LlamaParams,
+    check_params,
     empty_cache,
     score_rows,
 )
@@ -44,7 +45,7 @@ def singleton(
     prefill_chunk = _checks.check_integer("prefill_chunk", prefill_chunk, 1)
 
     def init(params: LlamaParams) -> LlamaCache:
-        # A window may write a whole chunk of rows, some of them never computed.
+        check_params(config, params)
         return empty_cache(config, max_length, params.embedding.dtype)
 
     @guard

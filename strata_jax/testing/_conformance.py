@@ -12,6 +12,7 @@ import numpy as np
 
 from strata_jax import audit, gates, verifiers
 from strata_jax._decode import speculative_decoder
+from strata_jax._request import take_gate_numbers
 from strata_jax._types import (
     Context,
     Drafter,
@@ -88,10 +89,7 @@ def check_gate(gate: Gate, *, seed: int = 0, **settings: float) -> None:
       three tokens, two drafts and `verifiers.token`.
     """
     random = np.random.default_rng(seed)
-    numbers = {
-        name: jnp.asarray(settings.get(name, setting.default), float)
-        for name, setting in gate.settings.items()
-    }
+    numbers = take_gate_numbers(gate, dict(settings))
     for vocab_size in (3, 300):
         rows = jnp.asarray(random.dirichlet(np.full(vocab_size, 0.3), 8), float)
         decide = jax.jit(gate.decide)
@@ -274,7 +272,11 @@ def check_target(
     Exactness: every comparison is of bits.
     """
     text = np.asarray(tokens, np.int32)
-    _require(len(text) >= 2 * max_width, "tokens must hold at least 2 * max_width ids")
+    if not 2 * max_width <= len(text) <= target.max_length:
+        raise ValueError(
+            f"tokens must hold between 2 * max_width = {2 * max_width} and the "
+            f"target's max_length = {target.max_length} ids, got {len(text)}"
+        )
     one = jax.jit(target.score, donate_argnums=1)
     window = jax.jit(target.score, donate_argnums=1)
     prefill = jax.jit(target.prefill)
