@@ -115,9 +115,18 @@ def requests_of(kind):
             }
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
-@pytest.mark.parametrize("name", ["model", "suffix", "scripted"])
-@pytest.mark.parametrize("kind", ["tabular", "llama"])
+CASES = [
+    # The llama compiles longer: two of its three K are among the long tests.
+    pytest.param(
+        kind, name, k, marks=[pytest.mark.slow] if kind == "llama" and k < 3 else []
+    )
+    for kind in ("tabular", "llama")
+    for name in ("model", "suffix", "scripted")
+    for k in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "num_draft_tokens"), CASES)
 def test_tokens_are_those_of_plain_decoding(kind, name, num_draft_tokens):
     target, params = target_and_params(kind)
     decoder = strata.speculative_decoder(

@@ -175,7 +175,7 @@ def library_gates(vocab_size: int):
         "picked": gates.picked(0.5, setting="picked"),
         "top": gates.top(0.5, setting="top"),
         "entropy": gates.entropy(0.5, setting="max_entropy"),
-        "include_then_stop": gates.include_then_stop(0.5, setting="stop"),
+        "include_then_stop": gates.include_then_stop(0.5, setting="stop_below"),
         # Strictly inside (0, 1) where q is positive, and 0 or 1 at its ends.
         "soft_ratio": gates.soft(lambda settings, context, q: q / (q + 0.25)),
         "soft_complement": gates.soft(lambda settings, context, q: 1 - q),
@@ -204,7 +204,7 @@ def gate_settings(name: str, threshold: float, vocab_size: int) -> dict[str, flo
         "top": {"top": threshold},
         # The higher the threshold, the less entropy is let pass.
         "entropy": {"max_entropy": (1 - threshold) * math.log(vocab_size)},
-        "include_then_stop": {"stop": threshold},
+        "include_then_stop": {"stop_below": threshold},
         "soft_given": {f"g{x}": threshold for x in range(vocab_size)},
         "picked_and_top": {"top_picked": threshold, "picked_top": threshold},
         "picked_and_stop": {"stop_picked": threshold / 2, "picked_stop": threshold},

@@ -134,14 +134,14 @@ def check_verifier(verifier: Verifier, *, seed: int = 0) -> None:
       made to give OFFERED, NULL and ABSENT rows, soft ones too.
     """
     target, params, table = _tables(seed)
-    everything = {"g0": 1.0, "g1": 1.0, "g2": 1.0, "attempt": 1.0, "stop": 0.0}
+    everything = {"g0": 1.0, "g1": 1.0, "g2": 1.0, "attempt": 1.0, "halt": 0.0}
     kinds = {
         "all rows offered": {},
         "a set admitted": {"g0": 0.0},
         "nothing admitted": {"g0": 0.0, "g1": 0.0, "g2": 0.0},
         "soft admission": {"g0": 0.25, "g1": 0.5, "g2": 0.9},
         "nothing attempted": {"attempt": 0.0},
-        "one row, then stop": {"stop": 1.0},
+        "one row, then stop": {"halt": 1.0},
     }
     reference = audit.markov_law(table, [0], 2)
     drafter = model(target, num_draft_tokens=2)
@@ -439,10 +439,10 @@ def _stated_gate() -> Gate:
         return GateDecision(
             attempt=settings["attempt"] > 0.5,
             admit=admit.astype(draft_probs.dtype),
-            go_on=jnp.full(3, True) & (settings["stop"] < 0.5),
+            go_on=jnp.full(3, True) & (settings["halt"] < 0.5),
         )
 
-    names = ("g0", "g1", "g2", "attempt", "stop")
+    names = ("g0", "g1", "g2", "attempt", "halt")
     return gates.gate(
         decide, settings={name: GateSetting(None, 0.0, 1.0) for name in names}
     )

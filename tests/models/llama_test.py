@@ -139,6 +139,34 @@ def test_select_layers():
     assert models.select_layers(CONFIG, [1]).num_layers == 1
 
 
+def test_bfloat16_weights_know_their_positions():
+    config = models.LlamaConfig(**{**vars(CONFIG), "rope_theta": 100_000.0})
+    params = models.random_params(config, jax.random.key(2))
+    # The same values in both dtypes.
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    text = np.random.default_rng(1).integers(0, 200, 600).astype(np.int32)
+    target = targets.singleton(config, max_length=640)
+    rows = [all_rows(target, each, text).astype(np.float32) for each in (wide, narrow)]
+    gap = np.abs(rows[0] - rows[1]).max(axis=1)
+    # Rounding of 8 bits, and no more at position 599 than at the start.
+    assert gap[-100:].mean() < 2 * gap[:100].mean()
+    assert gap.max() < 0.3
+
+
+def test_params_of_another_shape_are_refused():
+    target = targets.singleton(CONFIG, max_length=64)
+    params = models.random_params(CONFIG, jax.random.key(1))
+    with pytest.raises(ValueError, match="1 layers, config 2"):
+        target.init(models.select_layers(params, [1]))
+    other = models.LlamaConfig(**{**vars(CONFIG), "intermediate_size": 256})
+    with pytest.raises(ValueError, match=r"params\.layers\[0\]\.gate must have shape"):
+        target.init(models.random_params(other, jax.random.key(1)))
+    tied = models.LlamaConfig(**{**vars(CONFIG), "tie_embeddings": True})
+    with pytest.raises(ValueError, match="tie_embeddings"):
+        target.init(models.random_params(tied, jax.random.key(1)))
+
+
 @pytest.mark.parametrize("layers", [[], [1, 0], [0, 0], [-1], [2]])
 def test_select_layers_refuses(layers):
     with pytest.raises(ValueError, match="layers must be increasing"):
