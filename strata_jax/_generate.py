@@ -101,7 +101,7 @@ def generate(
       params: the weights.
       tokenizer: text to ids and back, as `strata_jax.checkpoints` loads it.
       prompt: text, or token ids.
-      max_new_tokens: the token budget.
+      max_new_tokens: the token budget, which counts the output of a resumed run.
       stop: texts that end the generation; the stop text itself is part of the result.
       eos_ids: token ids that end the generation; None takes the tokenizer's, () none.
       on_text: called with each new piece of text.
