@@ -44,9 +44,7 @@ def test_integer_dtypes(dtype):
         _checks.check_integer_dtype("ids", jnp.zeros(2, good))
 
 
-@pytest.mark.parametrize(
-    "value", [0, 1, 0.0, 1.0, np.float32(0.5), jnp.float32(0.5), "0.5", True]
-)
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0, np.float32(0.5), jnp.float32(0.5)])
 def test_numbers_in_range(value):
     assert _checks.check_number("top_p", value, 0.0, 1.0) == float(value)
 
@@ -59,7 +57,7 @@ def test_numbers_out_of_range(value):
         _checks.check_number("top_p", value, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("value", [None, "high", [1.0, 2.0], {}])
+@pytest.mark.parametrize("value", [None, "high", "0.5", True, 10**400, [1.0, 2.0], {}])
 def test_values_that_are_no_numbers(value):
     with pytest.raises(ValueError, match="top_p must be a number, got"):
         _checks.check_number("top_p", value, 0.0, 1.0)
