@@ -17,5 +17,5 @@ done
 .venv/bin/ruff format --check --quiet .
 .venv/bin/pyright
 # Two processes for two cores; a file stays in one, since it shares compiled programs.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile "${marks[@]}" \
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${marks[@]}" \
   ${arguments[@]+"${arguments[@]}"}

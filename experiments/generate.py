@@ -160,25 +160,26 @@ def _load_model(name: str) -> _Model:
     return _Model(name, config, params, tokenizer, hashes)
 
 
-def _read_prompt(tokenizer: checkpoints.Tokenizer) -> list[int]:
-    if (_PROMPT.value is None) == (_PROMPT_FILE.value is None):
+def _read_prompt() -> str:
+    if _PROMPT.value is not None and _PROMPT_FILE.value is None:
+        return _PROMPT.value
+    if _PROMPT.value is not None or _PROMPT_FILE.value is None:
         raise ValueError("give exactly one of --prompt and --prompt_file")
-    text = _PROMPT.value
-    if _PROMPT_FILE.value is not None:
-        try:
-            text = pathlib.Path(_PROMPT_FILE.value).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompt_file {_PROMPT_FILE.value}: {error}") from error
+    try:
+        return pathlib.Path(_PROMPT_FILE.value).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt_file {_PROMPT_FILE.value}: {error}") from error
+
+
+def _encode(tokenizer: checkpoints.Tokenizer, text: str) -> list[int]:
     if not _CHAT.value:
-        return tokenizer.encode(str(text))
+        return tokenizer.encode(text)
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     return tokenizer.encode(rendered, affixes=False)
 
 
 def _build_drafter(model: _Model, max_length: int) -> strata.Drafter:
     num_draft_tokens = _NUM_DRAFT_TOKENS.value
-    if _LAYERS.value is not None and _DRAFTER.value != "layer_skip":
-        raise ValueError(f"--layers has no use with --drafter {_DRAFTER.value}")
     if _DRAFTER.value == "none":
         return drafters.none()
     if _DRAFTER.value == "suffix":
@@ -315,10 +316,16 @@ def _print_table(rows: Sequence[tuple[str, Any]]) -> None:
 
 
 def _run() -> int:
+    # What can be wrong without the model is said before it is read.
     if _OUT.value:
         _check_out(pathlib.Path(_OUT.value))
+    text = _read_prompt()
+    gate, gate_settings = _build_gate()
+    settings = {**_settings(), **gate_settings}
+    if _LAYERS.value is not None and _DRAFTER.value != "layer_skip":
+        raise ValueError(f"--layers has no use with --drafter {_DRAFTER.value}")
     model = _load_model(_MODEL.value)
-    prompt = _read_prompt(model.tokenizer)
+    prompt = _encode(model.tokenizer, text)
     limit = model.config.max_position
     max_length = min(2048, limit) if _MAX_LENGTH.value is None else _MAX_LENGTH.value
     if max_length > limit:
@@ -326,8 +333,6 @@ def _run() -> int:
             f"--max_length {max_length}: {_MODEL.value} takes at most {limit} tokens"
         )
     target = targets.singleton(model.config, max_length=max_length)
-    gate, gate_settings = _build_gate()
-    settings = {**_settings(), **gate_settings}
     settings["eos_ids"] = model.tokenizer.eos_ids
     decoder = strata.speculative_decoder(
         target,

@@ -146,7 +146,13 @@ EXACT_MATCH = {
 }
 MATRIX = [
     *[(*sizes, "token") for sizes in TOKEN],
-    *[(*sizes, f"exact_match, {EXACT_MATCH[sizes]}") for sizes in EXACT_MATCH],
+    *[
+        pytest.param(
+            *(*sizes, f"exact_match, {EXACT_MATCH[sizes]}"),
+            marks=[pytest.mark.slow] if sizes == (4, 2) else [],
+        )
+        for sizes in EXACT_MATCH
+    ],
 ]
 
 
