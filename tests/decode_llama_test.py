@@ -78,8 +78,8 @@ def half_right_script(tokens):
     ("name", "num_draft_tokens", "gate"),
     [
         ("layer_skip", 3, gates.picked(0.05)),
-        ("suffix", 5, gates.always()),
-        ("scripted", 2, gates.always()),
+        pytest.param("suffix", 5, gates.always(), marks=pytest.mark.slow),
+        pytest.param("scripted", 2, gates.always(), marks=pytest.mark.slow),
         ("scripted", 7, gates.always()),
     ],
 )

@@ -116,13 +116,8 @@ def requests_of(kind):
 
 
 CASES = [
-    # One program each: K = 2, and K = 1 of the llama, are among the long tests.
-    pytest.param(
-        kind,
-        name,
-        k,
-        marks=[pytest.mark.slow] if k == 2 or (kind, k) == ("llama", 1) else [],
-    )
+    # One program each: K = 1 and K = 2 are among the long tests.
+    pytest.param(kind, name, k, marks=[pytest.mark.slow] if k < 3 else [])
     for kind in ("tabular", "llama")
     for name in ("model", "suffix", "scripted")
     for k in (1, 2, 3)
