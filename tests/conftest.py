@@ -22,7 +22,7 @@ LONGEST = (
     "law_test.py",
     "conformance_test.py",
     "oracle_parity_test.py",
-    "exact_match_test.py",
+    "plain_tokens_test.py",
 )
 
 

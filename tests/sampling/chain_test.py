@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from strata_jax import Status
+from strata_jax._precision import at_least_float32
 from strata_jax.sampling import (
     TokenCounts,
     chain_probs,
     count_tokens,
-    probs_dtype,
     sampling_settings,
 )
 from strata_jax.testing import _oracle as oracle
@@ -451,10 +451,10 @@ def test_small_dtypes_are_cast_once():
     assert found.dtype == np.float32
     wanted = np.exp(np.asarray(logits, np.float64) - 9)
     close(found, wanted / wanted.sum())
-    assert probs_dtype(jnp.bfloat16) == jnp.float32
-    assert probs_dtype(jnp.float16) == jnp.float32
-    assert probs_dtype(jnp.float32) == jnp.float32
-    assert probs_dtype(np.float64) == np.float64
+    assert at_least_float32(jnp.bfloat16) == jnp.float32
+    assert at_least_float32(jnp.float16) == jnp.float32
+    assert at_least_float32(jnp.float32) == jnp.float32
+    assert at_least_float32(np.float64) == np.float64
 
 
 def test_count_tokens_splits_prompt_and_output():
