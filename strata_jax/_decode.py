@@ -120,7 +120,7 @@ def speculative_decoder(
             FinishReason.EOS.value,
             jnp.where(is_over, FinishReason.LENGTH.value, FinishReason.RUNNING.value),
         )
-        target_state = target.prefill(
+        target_state, features = target.prefill(
             target_params,
             target.init(target_params),
             context.tokens,
@@ -136,7 +136,7 @@ def speculative_decoder(
             status=zero,
             settings=request.settings,
             target_state=target_state,
-            drafter_state=drafter.init(drafter_params, context),
+            drafter_state=drafter.init(drafter_params, context, features),
             gate_state=gate.init(),
         )
 
@@ -252,6 +252,10 @@ def speculative_decoder(
             max_candidates=max_candidates,
             dtype=dtype,
         )
+        if rows.status is not None:
+            # Nothing of a faulty window may be emitted: its rows get no mass.
+            target_probs = jnp.where(rows.status == 0, target_probs, 0)
+            row_status = row_status | rows.status
         verdict = verifier.verify(draws.verifier, target_probs, proposal)
         eos_ids = settings.sampling.eos_ids
         verdict = cut_verdict(

@@ -174,6 +174,9 @@ class DraftRow(NamedTuple):
     """[V] float, q, sums to 1 (a point mass is a one-hot row)."""
     is_available: jax.Array
     """[] bool, False if the drafter has nothing to say: the row is ABSENT."""
+    also_admit: jax.Array | None = None
+    """[V] bool, tokens admitted whatever the gate says, or None; like the gate's own
+    decision a function of committed text and earlier rows, never of this row's draw."""
 
 
 class DraftStep(NamedTuple):
@@ -216,8 +219,9 @@ class Committed:
 class Drafter(NamedTuple):
     """A source of proposals."""
 
-    init: Callable[[Any, Context], Any]
-    """(params, context) -> drafter state."""
+    init: Callable[[Any, Context, Any], Any]
+    """(params, context, features) -> drafter state; `features` is what the target's
+    prefill gave for the positions 0 .. length - 2, leading axis S, or None."""
     propose: Callable[[Any, Any, Context, OfferFn], tuple[Proposal, Any]]
     """(params, state, context, offer) -> (proposal, state)."""
     commit: Callable[[Any, Any, Committed], Any]
@@ -237,6 +241,9 @@ class TargetRows(NamedTuple):
     """[T, V] float; rows that were not asked for are zero."""
     features: Any
     """Whatever a drafter of this target reads, leading axis T; or None."""
+    status: jax.Array | None = None
+    """[] int32, Status bits of a fault while computing, or None if there is no such
+    fault; a request with one stops."""
 
 
 class TargetModel(NamedTuple):
@@ -247,8 +254,12 @@ class TargetModel(NamedTuple):
 
     init: Callable[[Any], Any]
     """(params) -> state at position 0."""
-    prefill: Callable[[Any, Any, jax.Array, jax.Array, jax.Array], Any]
-    """(params, state, tokens [S], start, stop) -> state at position `stop`."""
+    prefill: Callable[[Any, Any, jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
+    """(params, state, tokens [n], start, stop) -> (state at position `stop`, features).
+
+    Features are those of `score`, by position: row i belongs to `tokens[i]`, leading
+    axis n; rows outside start .. stop - 1 are zero. None for a target without any.
+    """
     score: Callable[..., tuple[TargetRows, Any]]
     """(params, state, tokens [T], position, num_rows) -> (rows, state).
 

@@ -626,7 +626,7 @@ def test_a_gradient_through_the_singleton_path():
 
     def prefill_loss(params):
         tokens = jnp.zeros(4, jnp.int32)
-        cache = target.prefill(params, target.init(params), tokens, zero, zero + 4)
+        cache, _ = target.prefill(params, target.init(params), tokens, zero, zero + 4)
         return jnp.sum(cache.keys[0])
 
     for function in (loss, prefill_loss):

@@ -8,3 +8,4 @@ from strata_jax.drafters._packet import build_proposal as build_proposal
 from strata_jax.drafters._scripted import scripted as scripted
 from strata_jax.drafters._stateless import stateless as stateless
 from strata_jax.drafters._suffix import suffix as suffix
+from strata_jax.drafters._suffix_root import suffix_root as suffix_root

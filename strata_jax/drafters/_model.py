@@ -58,10 +58,11 @@ def model(
     """
     num_draft_tokens = _checks.check_integer("num_draft_tokens", num_draft_tokens, 1)
 
-    def init(params: Any, context: Context) -> ModelDrafterState:
+    def init(params: Any, context: Context, features: Any) -> ModelDrafterState:
+        del features
         params = select_params(params)
         num_cached = context.length - 1
-        state = draft_model.prefill(
+        state, _ = draft_model.prefill(
             params,
             draft_model.init(params),
             context.tokens,

@@ -158,7 +158,15 @@ def build_proposal(
         _checks.check_shape("the gate's admit", admit, (vocab_size,))
         _checks.check_shape("the gate's go_on", decision.go_on, (vocab_size,))
         is_gate_valid = jnp.all((admit >= 0) & (admit <= 1))
-        is_attempted = draft.is_available & is_valid & is_gate_valid & decision.attempt
+        attempt, go_on = decision.attempt, decision.go_on
+        if draft.also_admit is not None:
+            also_admit = draft.also_admit
+            _checks.check_shape("the drafter's also_admit", also_admit, (vocab_size,))
+            # Of a row that it does not attempt, the gate itself admits nothing.
+            admit = jnp.where(also_admit, 1, jnp.where(attempt, admit, 0))
+            attempt = attempt | jnp.any(also_admit)
+            go_on = go_on | also_admit
+        is_attempted = draft.is_available & is_valid & is_gate_valid & attempt
 
         if draft_rule == "argmax":
             largest = jnp.argmax(probs)
@@ -189,7 +197,7 @@ def build_proposal(
             kind=packet.kind.at[row].set(kind.astype(jnp.int32)),
             counts=packet.counts.add(token),
             row=row + 1,
-            goes_on=is_offered & decision.go_on[token],
+            goes_on=is_offered & go_on[token],
             status=packet.status | status.astype(jnp.int32),
         )
         return packet, carry

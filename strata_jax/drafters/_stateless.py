@@ -48,8 +48,8 @@ def stateless(
 
         return offer(row, state)
 
-    def init(params: Any, context: Context) -> tuple[jax.Array, ...]:
-        del params, context
+    def init(params: Any, context: Context, features: Any) -> tuple[jax.Array, ...]:
+        del params, context, features
         return ()
 
     return Drafter(

@@ -47,7 +47,12 @@ def suffix(
     max_match = _checks.check_integer("max_match", max_match, min_match)
 
     def make_rows(context: Context) -> Callable[[DraftStep], DraftRow]:
-        start, match = _longest_match(context, max_match)
+        start, match = longest_match(
+            context.tokens,
+            context.length,
+            context_length=context.length,
+            max_match=max_match,
+        )
 
         def make_row(step: DraftStep) -> DraftRow:
             position = start + step.row
@@ -65,23 +70,42 @@ def suffix(
     )
 
 
-def _longest_match(context: Context, max_match: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (where the continuation starts, number of matching tokens)."""
-    size = context.tokens.shape[0]
-    # ends[e] is about the text tokens[: e]; e = length would be the suffix itself.
+def longest_match(
+    tokens: jax.Array,
+    text_length: jax.Array,
+    *,
+    context_length: jax.Array,
+    max_match: jax.typing.ArrayLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Finds the longest match of a text's suffix that committed text goes on from.
+
+    Args:
+      tokens: `[S]` int32, committed text and perhaps drafts behind it.
+      text_length: [] int32, length of the text whose suffix is matched.
+      context_length: [] int32, how much of it is committed: the continuation's first
+        token lies there.
+      max_match: [] int, how many tokens are compared; with 0 nothing is done.
+
+    Returns:
+      (where the continuation starts, number of matching tokens), [] int32 each.
+
+    Exactness: integers only.
+    """
+    size = tokens.shape[0]
+    # ends[e] is about the text tokens[: e]; text_length would be the suffix itself.
     ends = jnp.arange(size, dtype=jnp.int32)
 
     def compare(back: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
         matches, lengths = carry
-        token = context.tokens[jnp.maximum(context.length - 1 - back, 0)]
+        token = tokens[jnp.maximum(text_length - 1 - back, 0)]
         index = ends - 1 - back
-        is_equal = (index >= 0) & (context.tokens[jnp.maximum(index, 0)] == token)
+        is_equal = (index >= 0) & (tokens[jnp.maximum(index, 0)] == token)
         matches = matches & is_equal
         return matches, lengths + matches.astype(jnp.int32)
 
-    is_end = (ends >= 1) & (ends < context.length)
+    is_end = (ends >= 1) & (ends < context_length)
     lengths = jnp.zeros(size, jnp.int32)
-    limit = jnp.minimum(max_match, context.length)
+    limit = jnp.minimum(max_match, text_length)
     _, lengths = lax.fori_loop(0, limit, compare, (is_end, lengths))
     # The largest length, and among equals the latest end.
     end = size - 1 - jnp.argmax(lengths[::-1]).astype(jnp.int32)

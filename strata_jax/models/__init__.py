@@ -1,6 +1,6 @@
 """Model families as pure functions over frozen pytrees of weights."""
 
-from strata_jax.models._llama import CACHE_BLOCK as CACHE_BLOCK
+from strata_jax.models._attention import CACHE_BLOCK as CACHE_BLOCK
 from strata_jax.models._llama import LlamaCache as LlamaCache
 from strata_jax.models._llama import empty_cache as empty_cache
 from strata_jax.models._llama import score_rows as score_rows
@@ -12,3 +12,15 @@ from strata_jax.models._llama_params import LlamaLayer as LlamaLayer
 from strata_jax.models._llama_params import LlamaParams as LlamaParams
 from strata_jax.models._llama_params import check_params as check_params
 from strata_jax.models._llama_params import random_params as random_params
+from strata_jax.models._moe_batched import MoeOutputs as MoeOutputs
+from strata_jax.models._moe_batched import moe_forward as moe_forward
+from strata_jax.models._moe_batched import mtp_forward as mtp_forward
+from strata_jax.models._moe_params import MoeConfig as MoeConfig
+from strata_jax.models._moe_params import MoeLayer as MoeLayer
+from strata_jax.models._moe_params import MoeParams as MoeParams
+from strata_jax.models._moe_params import MtpParams as MtpParams
+from strata_jax.models._moe_params import SharedExpert as SharedExpert
+from strata_jax.models._moe_params import check_moe_params as check_moe_params
+from strata_jax.models._moe_params import check_mtp_params as check_mtp_params
+from strata_jax.models._moe_params import random_moe_params as random_moe_params
+from strata_jax.models._moe_params import with_draft_vocabulary as with_draft_vocabulary

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from strata_jax.models._llama import LlamaCache, rms_norm, rotary_angles, rotate
+from strata_jax.models._attention import rms_norm, rotary_angles, rotate
+from strata_jax.models._llama import LlamaCache
 from strata_jax.models._llama_params import LlamaConfig, LlamaLayer, LlamaParams
 
 

@@ -89,6 +89,8 @@ class LlamaLayer:
     gate: jax.Array  # [D, F]
     up: jax.Array  # [D, F]
     down: jax.Array  # [F, D]
+    query_norm: jax.Array | None = None  # [head_dim]; no llama has one
+    key_norm: jax.Array | None = None  # [head_dim]
 
 
 @flax.struct.dataclass

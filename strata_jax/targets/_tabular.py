@@ -54,11 +54,11 @@ def tabular(vocab_size: int, *, max_length: int, order: int = 1) -> TargetModel:
         tokens: jax.Array,
         start: jax.Array,
         stop: jax.Array,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, None]:
         del params
         index = jnp.arange(max_length, dtype=jnp.int32)
         padded = jnp.zeros(max_length, jnp.int32).at[: tokens.shape[0]].set(tokens)
-        return jnp.where((index >= start) & (index < stop), padded, state)
+        return jnp.where((index >= start) & (index < stop), padded, state), None
 
     def score(
         params: TabularParams,

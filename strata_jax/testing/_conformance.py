@@ -331,7 +331,7 @@ def check_target(
     for cuts in ([0, last], [0, last // 3, last // 3 + 1, last]):
         state = target.init(params)
         for start, stop in itertools.pairwise(cuts):
-            state = prefill(params, state, text, _int(start), _int(stop))
+            state, _ = prefill(params, state, text, _int(start), _int(stop))
         rows, _ = one(
             params, spoil(state, _int(last)), text[last:], _int(last), _int(1)
         )
@@ -349,7 +349,7 @@ def check_target(
             (text + shift) % target.vocab_size,
             _int(0),
             _int(position),
-        )
+        )[0]
         for shift in (0, 1)
     ]
     stop = position + max_width

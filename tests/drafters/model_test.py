@@ -47,7 +47,7 @@ def compare_with_fresh(decoder, drafter, params):
 
     @jax.jit
     def both(state):
-        fresh = drafter.init(params.drafter, state.context)
+        fresh = drafter.init(params.drafter, state.context, None)
         next_state, window = decoder.step(params, state)
         _, again = decoder.step(
             params, state.replace(drafter_state=fresh), draws=window.draws

