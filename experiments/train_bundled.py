@@ -70,7 +70,10 @@ _EVALUATE_EVERY = flags.DEFINE_integer(
     1,
 )
 _EVALUATE_WINDOWS = flags.DEFINE_integer(
-    "evaluate_windows", 128, "Windows in that part.", 1
+    "evaluate_windows",
+    None,
+    "Windows in that part; the default is 128, or 16 with --smoke.",
+    1,
 )
 _CORPUS = flags.DEFINE_string(
     "corpus",
@@ -152,6 +155,7 @@ class _Plan:
     batch: int
     length: int
     evaluate_every: int
+    evaluate_windows: int
 
 
 def _plan() -> _Plan:
@@ -165,6 +169,7 @@ def _plan() -> _Plan:
         batch=choose(_BATCH.value, 4, 4),
         length=choose(_LENGTH.value, 513, 32),
         evaluate_every=choose(_EVALUATE_EVERY.value, 400, 12),
+        evaluate_windows=choose(_EVALUATE_WINDOWS.value, 128, 16),
     )
 
 
@@ -211,21 +216,22 @@ def _progress(start: int, total: int) -> Iterator[Callable[[int, float], None]]:
 
                 yield advance
             return
-    began = last = time.monotonic()
+    began = last = 0.0
 
     def log(step: int, loss: float) -> None:
-        nonlocal last
+        nonlocal began, last
         now = time.monotonic()
-        if now - last < _LOG_SECONDS and step < total:
+        if step == start + 1:  # the step that compiles does not count
+            began = now
+        elif now - last < _LOG_SECONDS and step < total:
             return
         last = now
-        speed = (step - start) / (now - began)
-        print(
-            f"step {step}/{total}  loss {loss:.4f}  {speed:.2f} steps/s  "
-            f"{(total - step) / speed / 60:.0f} min left",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"step {step}/{total}  loss {loss:.4f}"
+        if now > began:
+            speed = (step - start - 1) / (now - began)
+            left = (total - step) / speed / 60
+            line += f"  {speed:.2f} steps/s  {left:.0f} min left"
+        print(line, file=sys.stderr, flush=True)
 
     yield log
 
@@ -264,7 +270,9 @@ def _plot(history: dict[str, np.ndarray], path: pathlib.Path) -> None:
             values = history[name]
             width = max(1, len(values) // 100)
             starts = np.arange(0, len(values), width)
-            means = np.add.reduceat(values, starts) / np.diff([*starts, len(values)])
+            means = np.add.reduceat(values, starts) / np.diff(
+                starts, append=len(values)
+            )
             (line,) = axes.plot(starts, means, label=name)
             axes.plot(
                 history["held_out_step"],
@@ -308,7 +316,7 @@ def _run() -> int:
     windows = training.cut_windows(
         training.join_documents(corpus.held_out.values()), plan.length
     )
-    part = _spread(windows, _EVALUATE_WINDOWS.value)
+    part = _spread(windows, plan.evaluate_windows)
     if _SMOKE.value:
         windows = part
     batch = training.sample_batches(
@@ -330,7 +338,6 @@ def _run() -> int:
         "corpus": corpus.sha256,
         "held_out": sorted(corpus.held_out),
         **dataclasses.asdict(plan),
-        "evaluate_windows": len(part),
         "seed": _SEED.value,
         "learning_rate": _LEARNING_RATE.value,
         "warmup": _WARMUP.value,

@@ -24,6 +24,8 @@ class Status(enum.IntFlag):
     """A drafter offered a token of measure 0."""
     INVALID_GATE = 32
     """A gate's admission left [0, 1]."""
+    EXPERT_FAULT = 64
+    """An expert's weights could not be read, or were not those that were written."""
 
 
 _REMEDIES = {
@@ -35,6 +37,8 @@ _REMEDIES = {
     Status.ZERO_MEASURE_OFFERED: "a drafter offered a token that its own measure gives "
     "no mass: propose through the packet builder",
     Status.INVALID_GATE: "a gate's admit left [0, 1]: check the gate",
+    Status.EXPERT_FAULT: "cold experts could not be read, or their file has changed: "
+    "see the log of strata_jax and `ExpertFile.last_fault`",
 }
 
 

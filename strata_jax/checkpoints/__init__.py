@@ -2,7 +2,8 @@
 
 from strata_jax.checkpoints._gguf import find_smollm2 as find_smollm2
 from strata_jax.checkpoints._gguf import load_gguf as load_gguf
-from strata_jax.checkpoints._safetensors import load_safetensors as load_safetensors
+from strata_jax.checkpoints._hugging_face import load_safetensors as load_safetensors
+from strata_jax.checkpoints._hugging_face import save_model as save_model
 from strata_jax.checkpoints._safetensors import read_safetensors as read_safetensors
 from strata_jax.checkpoints._safetensors import save_safetensors as save_safetensors
 from strata_jax.checkpoints._tokenizer import DecodeStream as DecodeStream

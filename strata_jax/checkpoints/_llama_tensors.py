@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from strata_jax.checkpoints._layout import Placement, check_layout, read_layout
 from strata_jax.models import LlamaConfig, LlamaLayer, LlamaParams
 
 
@@ -28,6 +30,29 @@ class TensorNames:
     final_norm: str
     head: str
     layer: Mapping[str, str]
+
+
+# Of a layer, behind the layer's own prefix.
+HUGGING_FACE_LAYER = {
+    "attention_norm": "input_layernorm.weight",
+    "query": "self_attn.q_proj.weight",
+    "key": "self_attn.k_proj.weight",
+    "value": "self_attn.v_proj.weight",
+    "output": "self_attn.o_proj.weight",
+    "feed_forward_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+HUGGING_FACE = TensorNames(
+    embedding="model.embed_tokens.weight",
+    final_norm="model.norm.weight",
+    head="lm_head.weight",
+    layer={
+        field: "model.layers.{layer}." + name
+        for field, name in HUGGING_FACE_LAYER.items()
+    },
+)
 
 
 def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
@@ -51,6 +76,54 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
             "or use float32"
         )
     return checked
+
+
+def llama_layout(config: LlamaConfig, names: TensorNames) -> LlamaParams:
+    """Says where a file keeps the arrays of a llama; matrices are `[out, in]` there.
+
+    Args:
+      config: the shapes; tied embeddings have no head.
+      names: the format's names.
+
+    Returns:
+      The layout.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (hidden,),
+        "query": (queries, hidden),
+        "key": (keys, hidden),
+        "value": (keys, hidden),
+        "output": (hidden, queries),
+        "feed_forward_norm": (hidden,),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+
+    # Any, since what stands in the fields here is not an array.
+    def stored(name: str, shape: tuple[int, ...], is_turned: bool = False) -> Any:
+        return Placement((name,), shape, "transposed" if is_turned else "same")
+
+    table = (config.vocab_size, hidden)
+    return LlamaParams(
+        embedding=stored(names.embedding, table),
+        layers=tuple(
+            LlamaLayer(
+                **{
+                    field: stored(
+                        name.format(layer=layer), shapes[field], len(shapes[field]) > 1
+                    )
+                    for field, name in names.layer.items()
+                }
+            )
+            for layer in range(config.num_layers)
+        ),
+        final_norm=stored(names.final_norm, (hidden,)),
+        head=None if config.tie_embeddings else stored(names.head, table),
+    )
 
 
 def check_tensors(
@@ -80,27 +153,14 @@ def check_tensors(
             f"{path}: states {config.num_layers} layers but has only {len(found)} "
             "tensors: the checkpoint is incomplete"
         )
-    expected = _shapes(config, names)
-    required = set(expected)
-    if config.tie_embeddings:
-        required.remove(names.head)
-    faults = []
-    if missing := sorted(required - set(found)):
-        faults.append("missing: " + ", ".join(missing))
-    if extra := sorted(set(found) - set(expected) - set(ignored)):
-        faults.append("not part of this model: " + ", ".join(extra))
-    misshapen = [
-        f"{name} has {list(found[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if misshapen:
-        faults.append("wrong shape: " + ", ".join(misshapen))
-    if faults:
-        raise ValueError(
-            f"{path}: not a complete llama checkpoint of the stated configuration; "
-            + "; ".join(faults)
-        )
+    check_layout(
+        path,
+        "llama",
+        llama_layout(config, names),
+        found,
+        optional={names.head: (config.vocab_size, config.hidden_size)},
+        ignored=ignored,
+    )
 
 
 def build_params(
@@ -120,51 +180,4 @@ def build_params(
     Returns:
       The parameters; matrices of layers are `[in, out]`.
     """
-
-    def load(name: str, transpose: bool = False) -> jax.Array:
-        values = read(name)
-        # Always a copy: `values` may be a view of the file's pages.
-        return jnp.asarray(
-            np.array(values.T if transpose else values, dtype=dtype, order="C")
-        )
-
-    return LlamaParams(
-        embedding=load(names.embedding),
-        layers=tuple(
-            LlamaLayer(
-                **{
-                    field: load(name.format(layer=layer), transpose=True)
-                    for field, name in names.layer.items()
-                }
-            )
-            for layer in range(config.num_layers)
-        ),
-        final_norm=load(names.final_norm),
-        head=None if config.tie_embeddings else load(names.head),
-    )
-
-
-def _shapes(config: LlamaConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    layer_shapes = {
-        "attention_norm": (hidden,),
-        "query": (queries, hidden),
-        "key": (keys, hidden),
-        "value": (keys, hidden),
-        "output": (hidden, queries),
-        "feed_forward_norm": (hidden,),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        names.embedding: (config.vocab_size, hidden),
-        names.final_norm: (hidden,),
-        names.head: (config.vocab_size, hidden),
-    }
-    for layer in range(config.num_layers):
-        for field, name in names.layer.items():
-            shapes[name.format(layer=layer)] = layer_shapes[field]
-    return shapes
+    return read_layout(llama_layout(config, names), read, dtype)

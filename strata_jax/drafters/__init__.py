@@ -3,6 +3,8 @@
 from strata_jax.drafters._model import ModelDrafterState as ModelDrafterState
 from strata_jax.drafters._model import layer_skip as layer_skip
 from strata_jax.drafters._model import model as model
+from strata_jax.drafters._mtp import MtpDrafterState as MtpDrafterState
+from strata_jax.drafters._mtp import mtp as mtp
 from strata_jax.drafters._none import none as none
 from strata_jax.drafters._packet import build_proposal as build_proposal
 from strata_jax.drafters._scripted import scripted as scripted

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 from strata_jax import _checks
-
-
-@flax.struct.dataclass
-class ExpertMatrices:
-    """One expert, a SwiGLU layer: `down @ (silu(gate @ x) * (up @ x))`."""
-
-    gate: jax.Array  # [F, D]
-    up: jax.Array  # [F, D]
-    down: jax.Array  # [D, F]
+from strata_jax.experts._jobs import Jobs, Prepared
+from strata_jax.experts._matrices import ExpertMatrices
 
 
 @flax.struct.dataclass
@@ -46,3 +42,48 @@ class ExpertWeights:
         _checks.check_shape(f"{name}.up", self.up, inward)
         outward = (num_experts, hidden_size, expert_size)
         _checks.check_shape(f"{name}.down", self.down, outward)
+
+    def prepare(self, jobs: Jobs, cache: Any) -> Prepared:
+        """Makes the experts ready: they are.
+
+        Args:
+          jobs: the layer's jobs.
+          cache: None.
+
+        Returns:
+          How to load them.
+
+        Exactness: nothing is computed.
+        """
+        del jobs, cache
+
+        def load(job: jax.Array, expert: jax.Array) -> ExpertMatrices:
+            del job
+            return ExpertMatrices(
+                gate=self.gate[expert], up=self.up[expert], down=self.down[expert]
+            )
+
+        return Prepared(load=load, status=jnp.zeros((), jnp.int32))
+
+    def decode(self, stored: ExpertMatrices) -> ExpertMatrices:
+        """Returns the matrices as they are.
+
+        Args:
+          stored: what `load` gave.
+
+        Returns:
+          The matrices.
+
+        Exactness: nothing is computed.
+        """
+        return stored
+
+    def folding(self, stored: ExpertMatrices) -> None:
+        """Returns None: inputs are not folded.
+
+        Args:
+          stored: what `load` gave.
+
+        Exactness: not concerned.
+        """
+        del stored

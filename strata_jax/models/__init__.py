@@ -12,7 +12,13 @@ from strata_jax.models._llama_params import LlamaLayer as LlamaLayer
 from strata_jax.models._llama_params import LlamaParams as LlamaParams
 from strata_jax.models._llama_params import check_params as check_params
 from strata_jax.models._llama_params import random_params as random_params
+from strata_jax.models._moe import MoeCache as MoeCache
+from strata_jax.models._moe import adapt_experts as adapt_experts
+from strata_jax.models._moe import commit_experts as commit_experts
+from strata_jax.models._moe import empty_moe_cache as empty_moe_cache
+from strata_jax.models._moe import score_moe_rows as score_moe_rows
 from strata_jax.models._moe_batched import MoeOutputs as MoeOutputs
+from strata_jax.models._moe_batched import batched_moe_rows as batched_moe_rows
 from strata_jax.models._moe_batched import moe_forward as moe_forward
 from strata_jax.models._moe_batched import mtp_forward as mtp_forward
 from strata_jax.models._moe_params import MoeConfig as MoeConfig
@@ -24,3 +30,8 @@ from strata_jax.models._moe_params import check_moe_params as check_moe_params
 from strata_jax.models._moe_params import check_mtp_params as check_mtp_params
 from strata_jax.models._moe_params import random_moe_params as random_moe_params
 from strata_jax.models._moe_params import with_draft_vocabulary as with_draft_vocabulary
+from strata_jax.models._mtp import MtpCache as MtpCache
+from strata_jax.models._mtp import draft_logits as draft_logits
+from strata_jax.models._mtp import empty_mtp_cache as empty_mtp_cache
+from strata_jax.models._mtp import run_cell as run_cell
+from strata_jax.models._mtp import with_shared_tables as with_shared_tables

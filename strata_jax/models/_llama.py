@@ -24,6 +24,7 @@ from strata_jax.models._attention import (
     project_rows,
     rms_norm,
 )
+from strata_jax.models._head import head_rows
 from strata_jax.models._llama_params import LlamaConfig, LlamaLayer, LlamaParams
 
 _ConfigOrParams = TypeVar("_ConfigOrParams", LlamaConfig, LlamaParams)
@@ -133,12 +134,9 @@ def score_rows(
         )
     table = params.embedding if params.head is None else params.head
 
-    def head(row: jax.Array, logits: jax.Array) -> jax.Array:
-        state = rms_norm(hidden[row], params.final_norm, config.norm_epsilon)
-        return logits.at[row].set((table @ state).astype(logits.dtype))
-
-    logits = jnp.zeros((tokens.shape[0], config.vocab_size), hidden.dtype)
-    logits = lax.fori_loop(first_logits_row, num_rows, head, logits)
+    logits = head_rows(
+        config, params.final_norm, table, hidden, first_logits_row, num_rows
+    )
     return logits, hidden, LlamaCache(keys=tuple(keys), values=tuple(values))
 
 
@@ -151,7 +149,6 @@ def _layer(
     position: jax.Array,
     num_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-
     def finish(row: jax.Array, hidden: jax.Array) -> jax.Array:
         mixed = attend(config, queries[row], keys, values, position + row)
         state = hidden[row] + mixed @ layer.output

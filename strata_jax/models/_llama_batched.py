@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from strata_jax.models._attention import rms_norm, rotary_angles, rotate
+from strata_jax.models._attention import rms_norm
+from strata_jax.models._attention_batched import attend_together
 from strata_jax.models._llama import LlamaCache
 from strata_jax.models._llama_params import LlamaConfig, LlamaLayer, LlamaParams
 
@@ -80,29 +80,10 @@ def _layer(
     values: jax.Array,
     positions: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    num_tokens = hidden.shape[0]
-    groups = config.num_heads // config.num_kv_heads
-    normed = rms_norm(hidden, layer.attention_norm, config.norm_epsilon)
-
-    def heads(weight: jax.Array) -> jax.Array:
-        return (normed @ weight).reshape(num_tokens, -1, config.head_dim)
-
-    cosine, sine = rotary_angles(config, positions, hidden.dtype)
-    query = rotate(heads(layer.query), cosine, sine)
-    key = rotate(heads(layer.key), cosine, sine)
-    start = (0, positions[0], 0)
-    keys = lax.dynamic_update_slice(keys, jnp.swapaxes(key, 0, 1), start)
-    values = lax.dynamic_update_slice(
-        values, jnp.swapaxes(heads(layer.value), 0, 1), start
+    mixed, keys, values = attend_together(
+        config, layer, hidden, keys, values, positions
     )
-    query = query.reshape(num_tokens, config.num_kv_heads, groups, config.head_dim)
-    scores = jnp.einsum("tkgd,ksd->tkgs", query, keys) * config.head_dim**-0.5
-    row = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    is_visible = row[None] <= positions[:, None]
-    scores = jnp.where(is_visible[:, None, None], scores, -jnp.inf)
-    live = jnp.where((row <= positions[-1])[None, :, None], values, 0)
-    mixed = jnp.einsum("tkgs,ksd->tkgd", jax.nn.softmax(scores, axis=-1), live)
-    hidden = hidden + mixed.reshape(num_tokens, -1) @ layer.output
+    hidden = hidden + mixed
     normed = rms_norm(hidden, layer.feed_forward_norm, config.norm_epsilon)
     fed = (jax.nn.silu(normed @ layer.gate) * (normed @ layer.up)) @ layer.down
     return hidden + fed, keys, values

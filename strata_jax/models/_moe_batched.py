@@ -11,11 +11,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from strata_jax.experts import ExpertWeights
+from strata_jax.experts import ExpertWeights, run_jobs
 from strata_jax.models._attention import norm_heads, rms_norm, rotary_angles, rotate
-from strata_jax.models._moe_params import MoeConfig, MoeLayer, MoeParams, MtpParams
+from strata_jax.models._attention_batched import attend_together
+from strata_jax.models._moe import MoeCache
+from strata_jax.models._moe_params import (
+    MoeConfig,
+    MoeLayer,
+    MoeParams,
+    MtpParams,
+    SharedExpert,
+)
+from strata_jax.models._router import route
 
 # Tokens that share one product with an expert's weights.
 _BLOCK = 128
@@ -112,6 +120,56 @@ def mtp_forward(
     return logits, balance
 
 
+def batched_moe_rows(
+    config: MoeConfig,
+    params: MoeParams,
+    cache: MoeCache,
+    tokens: jax.Array,
+    position: jax.Array,
+) -> tuple[jax.Array, jax.Array, MoeCache]:
+    """Runs the tokens of a window through the model together.
+
+    Args:
+      config: the model's shape.
+      params: its weights, experts in any form.
+      cache: holds the tokens before `position`, with room for T more.
+      tokens: `[T]` int32, standing at `position`, `position + 1`, ...
+      position: [] int32.
+
+    Returns:
+      Logits `[T, V]`, hidden states before the final norm `[T, D]`, the cache.
+
+    Exactness: neither law nor bits of the singleton: the negative control.
+    """
+    num_tokens = tokens.shape[0]
+    positions = position + jnp.arange(num_tokens, dtype=jnp.int32)
+    hidden = params.embedding[tokens]
+    keys, values, status = list(cache.keys), list(cache.values), cache.status
+    for index, layer in enumerate(params.layers):
+        mixed, keys[index], values[index] = attend_together(
+            config, layer, hidden, keys[index], values[index], positions
+        )
+        hidden = hidden + mixed
+        normed = rms_norm(hidden, layer.feed_forward_norm, config.norm_epsilon)
+        experts, weights, _ = route(config, layer.router, normed)
+        outputs, fault = run_jobs(
+            layer.experts,
+            cache.experts[index],
+            normed,
+            experts,
+            jnp.asarray(num_tokens, jnp.int32),
+            mode="batched",
+        )
+        status = status | fault
+        hidden = hidden + jnp.sum(outputs * weights[..., None], axis=1)
+        if layer.shared_expert is not None:
+            hidden = hidden + _shared(layer.shared_expert, normed)
+    table = params.embedding if params.head is None else params.head
+    normed = rms_norm(hidden, params.final_norm, config.norm_epsilon)
+    cache = cache.replace(keys=tuple(keys), values=tuple(values), status=status)
+    return normed @ table.T, hidden, cache
+
+
 def _layer(
     config: MoeConfig,
     layer: MoeLayer,
@@ -181,30 +239,6 @@ def _by_head(states: jax.Array) -> jax.Array:
     return swapped.reshape(num_texts * heads, length, head_dim)
 
 
-def route(
-    config: MoeConfig, router: jax.Array, states: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Chooses the experts of some tokens.
-
-    Args:
-      config: the model's shape.
-      router: `[E, D]`.
-      states: `[..., D]`, normed.
-
-    Returns:
-      Experts `[..., k]` int32 from the most probable on, ties to the lower id; their
-      weights `[..., k]`; the router's probabilities `[..., E]`.
-
-    Exactness: a function of one token if called on one token.
-    """
-    wide = jnp.float64 if states.dtype == jnp.float64 else jnp.float32
-    probs = jax.nn.softmax((states @ router.T).astype(wide), axis=-1)
-    weights, experts = lax.top_k(probs, config.num_experts_per_token)
-    if config.normalize_router:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return experts.astype(jnp.int32), weights.astype(states.dtype), probs
-
-
 def _experts(
     config: MoeConfig, layer: MoeLayer, states: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -216,13 +250,16 @@ def _experts(
     balance = num_experts * jnp.sum(share * jnp.mean(probs, axis=0)) / per_token
     outputs = _in_blocks(layer.experts, states, experts)
     mixed = jnp.sum(outputs * weights[..., None], axis=1)
-    if (shared := layer.shared_expert) is not None:
-        inner = jax.nn.silu(states @ shared.gate) * (states @ shared.up)
-        scale = 1.0
-        if shared.router is not None:
-            scale = jax.nn.sigmoid(states @ shared.router)[:, None]
-        mixed = mixed + scale * (inner @ shared.down)
+    if layer.shared_expert is not None:
+        mixed = mixed + _shared(layer.shared_expert, states)
     return mixed, balance
+
+
+def _shared(expert: SharedExpert, states: jax.Array) -> jax.Array:
+    output = (jax.nn.silu(states @ expert.gate) * (states @ expert.up)) @ expert.down
+    if expert.router is None:
+        return output
+    return jax.nn.sigmoid(states @ expert.router)[:, None] * output
 
 
 def _in_blocks(

@@ -10,23 +10,14 @@ from jax import lax
 
 from strata_jax import _checks
 from strata_jax._types import TargetModel, TargetRows
-from strata_jax.models import (
-    LlamaCache,
-    LlamaConfig,
-    LlamaParams,
-    batched_rows,
-    check_params,
-    empty_cache,
-)
+from strata_jax.targets._family import Config, find_family
 
 
-def batched(
-    config: LlamaConfig, *, max_length: int, max_window: int = 8
-) -> TargetModel:
-    """Adapts a llama model in the usual batched arithmetic, as a negative control.
+def batched(config: Config, *, max_length: int, max_window: int = 8) -> TargetModel:
+    """Adapts a model in the usual batched arithmetic, as a negative control.
 
     Args:
-      config: the model's shape.
+      config: the model's shape, `models.LlamaConfig` or `models.MoeConfig`.
       max_length: S, the longest context in tokens; at most `config.max_position`.
       max_window: the largest T that `score` will be given.
 
@@ -42,49 +33,62 @@ def batched(
     max_length = _checks.check_integer("max_length", max_length, 1, config.max_position)
     max_window = _checks.check_integer("max_window", max_window, 1)
 
-    def init(params: LlamaParams) -> LlamaCache:
-        check_params(config, params)
+    family = find_family(
+        config, expert_mode="batched", num_cached_experts=0, max_window=max_window
+    )
+
+    def init(params: Any) -> Any:
         # A window writes all its rows, computed or not; they must not be shifted.
-        size = max_length + max_window
-        return empty_cache(config, size, params.embedding.dtype)
+        return family.init(params, max_length + max_window)
 
     def score(
-        params: LlamaParams,
-        cache: LlamaCache,
+        params: Any,
+        state: Any,
         tokens: jax.Array,
         position: jax.Array,
         num_rows: jax.Array,
-    ) -> tuple[TargetRows, LlamaCache]:
+    ) -> tuple[TargetRows, Any]:
         del num_rows
         if tokens.shape[0] > max_window:
             raise ValueError(
                 f"tokens holds {tokens.shape[0]} rows: build the target with "
                 f"max_window={tokens.shape[0]} or more"
             )
-        logits, hidden, cache = batched_rows(config, params, cache, tokens, position)
-        return TargetRows(logits=logits, features=hidden), cache
+        logits, hidden, state = family.batched_rows(params, state, tokens, position)
+        rows = TargetRows(logits=logits, features=hidden, status=family.status(state))
+        return rows, state
 
     def prefill(
-        params: LlamaParams,
-        cache: LlamaCache,
+        params: Any,
+        state: Any,
         tokens: jax.Array,
         start: jax.Array,
         stop: jax.Array,
-    ) -> LlamaCache:
+    ) -> tuple[Any, jax.Array]:
+        num_tokens = tokens.shape[0]
         padded = jnp.pad(tokens, (0, max_window))
 
-        def chunk(index: jax.Array, cache: LlamaCache) -> LlamaCache:
+        def chunk(
+            index: jax.Array, carry: tuple[Any, jax.Array]
+        ) -> tuple[Any, jax.Array]:
+            state, features = carry
             position = start + index * max_window
             piece = lax.dynamic_slice(padded, (position,), (max_window,))
-            _, _, cache = batched_rows(config, params, cache, piece, position)
-            return cache
+            _, hidden, state = family.batched_rows(params, state, piece, position)
+            row = position + jnp.arange(max_window, dtype=jnp.int32)
+            place = jnp.where(row < stop, row, num_tokens)
+            return state, features.at[place].set(hidden, mode="drop")
 
+        hidden_shape = jax.eval_shape(
+            family.batched_rows, params, state, padded[:1], start
+        )[1]
+        features = jnp.zeros((num_tokens, hidden_shape.shape[1]), hidden_shape.dtype)
         num_chunks = (stop - start + max_window - 1) // max_window
-        return lax.fori_loop(0, num_chunks, chunk, cache)
+        return lax.fori_loop(0, num_chunks, chunk, (state, features))
 
-    def commit(cache: LlamaCache, position: jax.Array, num_kept: jax.Array) -> Any:
+    def commit(state: Any, position: jax.Array, num_kept: jax.Array) -> Any:
         del position, num_kept
-        return cache
+        return state
 
     return TargetModel(
         init=init,

@@ -1,0 +1,151 @@
+"""The drafter that is trained with its target: a multi-token-prediction head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from strata_jax import _checks
+from strata_jax._types import (
+    Committed,
+    Context,
+    Drafter,
+    DraftRow,
+    DraftStep,
+    OfferFn,
+    Proposal,
+)
+from strata_jax.models import (
+    MtpCache,
+    check_mtp_params,
+    draft_logits,
+    empty_mtp_cache,
+    run_cell,
+    with_shared_tables,
+)
+
+
+@flax.struct.dataclass
+class MtpDrafterState:
+    """The head's cache, and what the last committed cell gave."""
+
+    cache: MtpCache
+    hidden: jax.Array  # [D], output of the last committed cell
+    num_cells: jax.Array  # [] int32, committed cells; 0: nothing to draft from
+
+
+def mtp(*, num_draft_tokens: int) -> Drafter:
+    """Drafts with a model's multi-token-prediction head, chained.
+
+    The head runs over the target's own hidden states of all committed positions; after
+    a window it catches up over the rows that were kept and nothing else. The cells of a
+    chain beyond the first draft run on the head's own states, and are overwritten.
+
+    Args:
+      num_draft_tokens: K.
+
+    Returns:
+      The drafter. Its params are a model's with `mtp`, or (as `Params.drafter`) an
+      `MtpParams` that has its tables. It needs a target whose features are hidden
+      states before the final norm, `[T, D]`. A text of one token has no draft.
+
+    Raises:
+      ValueError: if K is not positive; at the start of a request, if there is no draft
+        head or the target has no such features.
+
+    Exactness: law-exact with any weights; q is the request's sampling chain on the
+      head's logits, with -inf outside its draft vocabulary.
+
+    References:
+      DeepSeek-AI, `DeepSeek-V3 Technical Report <https://arxiv.org/abs/2412.19437>`_,
+      2024.
+    """
+    num_draft_tokens = _checks.check_integer("num_draft_tokens", num_draft_tokens, 1)
+
+    def init(params: Any, context: Context, features: Any) -> MtpDrafterState:
+        head = with_shared_tables(params)
+        check_mtp_params(head)
+        width = head.config.hidden_size
+        if getattr(features, "ndim", None) != 2 or features.shape[1] != width:
+            raise ValueError(
+                "drafters.mtp needs a target whose features are hidden states "
+                f"[T, {width}], such as targets.singleton; this one's are "
+                f"{getattr(features, 'shape', features)}"
+            )
+        state = MtpDrafterState(
+            cache=empty_mtp_cache(head, context.tokens.shape[0]),
+            hidden=jnp.zeros(width, features.dtype),
+            num_cells=jnp.zeros((), jnp.int32),
+        )
+        return catch_up(head, state, context, features, context.length - 1)
+
+    def catch_up(
+        head: Any,
+        state: MtpDrafterState,
+        context: Context,
+        features: jax.Array,
+        stop: jax.Array,
+    ) -> MtpDrafterState:
+        """Runs the cells `state.num_cells` .. `stop - 1`; features[0] is the first's."""
+        first = state.num_cells
+
+        def cell(index: jax.Array, carry: tuple[MtpCache, jax.Array]) -> Any:
+            cache, _ = carry
+            hidden, cache, _ = run_cell(
+                head, cache, features[index - first], context.tokens[index + 1], index
+            )
+            return cache, hidden
+
+        cache, hidden = lax.fori_loop(first, stop, cell, (state.cache, state.hidden))
+        return MtpDrafterState(cache=cache, hidden=hidden, num_cells=stop)
+
+    def propose(
+        params: Any, state: MtpDrafterState, context: Context, offer: OfferFn
+    ) -> tuple[Proposal, MtpDrafterState]:
+        head = with_shared_tables(params)
+
+        def row(
+            carry: tuple[MtpCache, jax.Array], step: DraftStep
+        ) -> tuple[tuple[MtpCache, jax.Array], DraftRow]:
+            # Row 0 has its cell already; later ones run one for the draft before.
+            def cell(index: jax.Array, carry: tuple[MtpCache, jax.Array]) -> Any:
+                cache, hidden = carry
+                place = state.num_cells - 1 + index
+                hidden, cache, _ = run_cell(
+                    head, cache, hidden, step.previous_token, place
+                )
+                return cache, hidden
+
+            first = jnp.maximum(step.row, 1)
+            cache, hidden = lax.fori_loop(first, step.row + 1, cell, carry)
+            draft = step.to_row(draft_logits(head, hidden))
+            is_available = draft.is_available & (state.num_cells > 0)
+            return (cache, hidden), DraftRow(draft.probs, is_available)
+
+        proposal, (cache, _) = offer(row, (state.cache, state.hidden))
+        return proposal, state.replace(cache=cache)
+
+    def commit(
+        params: Any, state: MtpDrafterState, committed: Committed
+    ) -> MtpDrafterState:
+        # A kept row's hidden state pairs with the token after it, committed by now.
+        return catch_up(
+            with_shared_tables(params),
+            state,
+            committed.context,
+            committed.features,
+            state.num_cells + committed.num_kept,
+        )
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        commit=commit,
+        num_draft_tokens=num_draft_tokens,
+        vocab_size=None,
+        max_length=None,
+    )
