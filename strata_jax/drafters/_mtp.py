@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -90,7 +91,7 @@ def mtp(*, num_draft_tokens: int) -> Drafter:
         features: jax.Array,
         stop: jax.Array,
     ) -> MtpDrafterState:
-        """Runs the cells `state.num_cells` .. `stop - 1`; features[0] is the first's."""
+        """Runs the cells `state.num_cells` .. `stop - 1`, whose features these are."""
         first = state.num_cells
 
         def cell(index: jax.Array, carry: tuple[MtpCache, jax.Array]) -> Any:
@@ -127,7 +128,7 @@ def mtp(*, num_draft_tokens: int) -> Drafter:
             return (cache, hidden), DraftRow(draft.probs, is_available)
 
         proposal, (cache, _) = offer(row, (state.cache, state.hidden))
-        return proposal, state.replace(cache=cache)
+        return proposal, dataclasses.replace(state, cache=cache)
 
     def commit(
         params: Any, state: MtpDrafterState, committed: Committed

@@ -7,6 +7,13 @@ from strata_jax.experts._cache import empty_expert_cache as empty_expert_cache
 from strata_jax.experts._cold import ColdExperts as ColdExperts
 from strata_jax.experts._cold import ExpertFile as ExpertFile
 from strata_jax.experts._cold import write_expert_file as write_expert_file
+from strata_jax.experts._formats import FORMATS as FORMATS
+from strata_jax.experts._formats import Format as Format
+from strata_jax.experts._formats import find_format as find_format
+from strata_jax.experts._hadamard import fold_hadamard as fold_hadamard
+from strata_jax.experts._hadamard import hadamard as hadamard
+from strata_jax.experts._hadamard import hadamard_reference as hadamard_reference
+from strata_jax.experts._hadamard import hadamard_signs as hadamard_signs
 from strata_jax.experts._jobs import MODES as MODES
 from strata_jax.experts._jobs import ExpertBank as ExpertBank
 from strata_jax.experts._jobs import Folding as Folding

@@ -6,6 +6,7 @@ committed text alone: the routing of rejected rows does not count.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Protocol
 
 import flax.struct
@@ -51,15 +52,17 @@ def find_slot(cache: ExpertCache, expert: jax.Array) -> tuple[jax.Array, jax.Arr
     return jnp.argmax(is_here).astype(jnp.int32), jnp.any(is_here)
 
 
-def count_uses(cache: ExpertCache, experts: jax.Array, num_rows: jax.Array) -> ExpertCache:
-    """Counts the routing `[T, k]` of the first `num_rows` rows, which were committed."""
+def count_uses(
+    cache: ExpertCache, experts: jax.Array, num_rows: jax.Array
+) -> ExpertCache:
+    """Counts the routing `[T, k]` of the first `num_rows` rows, the committed ones."""
     row = jnp.arange(experts.shape[0], dtype=jnp.int32)
     kept = jnp.where((row < num_rows)[:, None], experts, -1).reshape(-1)
     num_experts = cache.uses.shape[0]
     is_used = kept[:, None] == jnp.arange(num_experts, dtype=jnp.int32)
     uses = jnp.sum(is_used.astype(jnp.float32), axis=0)
     decay = jnp.where(num_rows > 0, jnp.float32(_DECAY), jnp.float32(1))
-    return cache.replace(uses=cache.uses * decay + uses)
+    return dataclasses.replace(cache, uses=cache.uses * decay + uses)
 
 
 def adapt(source: CacheSource, cache: ExpertCache) -> tuple[ExpertCache, jax.Array]:
@@ -101,7 +104,7 @@ def adapt(source: CacheSource, cache: ExpertCache) -> tuple[ExpertCache, jax.Arr
         kept = lax.fori_loop(0, num_slots, write, cache.words)
         # After a fault nothing that was asked for is trusted.
         expert = jnp.where(is_new, jnp.where(status == 0, chosen, -1), cache.expert)
-        return cache.replace(words=kept, expert=expert), status
+        return dataclasses.replace(cache, words=kept, expert=expert), status
 
     num_reads = jnp.any(is_new).astype(jnp.int32)
     return lax.fori_loop(0, num_reads, replace, (cache, jnp.zeros((), jnp.int32)))

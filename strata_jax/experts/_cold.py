@@ -82,7 +82,9 @@ class ExpertFile:
             )
         try:
             self._checksums: dict[str, int] = json.loads(header["checksums"])
-            self._layers = [_parse_layer(layer) for layer in json.loads(header["layers"])]
+            self._layers = [
+                _parse_layer(layer) for layer in json.loads(header["layers"])
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path}: damaged header: {error!r}") from error
         self._check_tensors()
@@ -150,7 +152,7 @@ class ExpertFile:
     def _check_tensors(self) -> None:
         found = {
             name: tuple(self._file.get_slice(name).get_shape())
-            for name in self._file.keys()  # noqa: SIM118, it is no mapping
+            for name in self._file.keys()
         }
         expected = {}
         for layer, (shape, index) in enumerate(self._layers):
@@ -165,9 +167,13 @@ class ExpertFile:
             if found.get(name) != shape
         ]
         faults += [f"{name}: unknown" for name in found if name not in expected]
-        faults += [f"{name}: no checksum" for name in expected.keys() - self._checksums.keys()]
+        faults += [
+            f"{name}: no checksum" for name in expected.keys() - self._checksums.keys()
+        ]
         if faults:
-            raise ValueError(f"{self.path}: not a whole expert file: {'; '.join(faults)}")
+            raise ValueError(
+                f"{self.path}: not a whole expert file: {'; '.join(faults)}"
+            )
 
 
 @flax.struct.dataclass

@@ -60,7 +60,7 @@ class ExpertLayout:
         )
 
     def signs(self, hidden_size: int, expert_size: int) -> tuple[np.ndarray, ...]:
-        """Returns the signs of the inputs of gate and up, and of down.
+        """Returns the signs of the inputs of gate and up, and of down; 1 if not folded.
 
         Args:
           hidden_size: D.
@@ -71,14 +71,14 @@ class ExpertLayout:
 
         Exactness: integers only.
         """
+        if not self.is_folded:
+            return np.ones(hidden_size, np.float32), np.ones(expert_size, np.float32)
         return (
             hadamard_signs(hidden_size, self.seed),
             hadamard_signs(expert_size, self.seed + 1),
         )
 
-    def encode(
-        self, gate: np.ndarray, up: np.ndarray, down: np.ndarray
-    ) -> np.ndarray:
+    def encode(self, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
         """Packs one expert.
 
         Args:
@@ -95,7 +95,9 @@ class ExpertLayout:
         Exactness: lossy as the formats are; decoding is exact.
         """
         if self.is_folded:
-            inner, outer = self.signs(gate.shape[1], gate.shape[0])
+            inner, outer = self.signs(
+                hidden_size=gate.shape[1], expert_size=gate.shape[0]
+            )
             gate, up = fold_hadamard(gate, inner), fold_hadamard(up, inner)
             down = fold_hadamard(down, outer)
         pieces = ((self.gate, gate), (self.up, up), (self.down, down))

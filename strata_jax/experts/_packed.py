@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import flax.struct
 import jax
@@ -15,10 +14,10 @@ from jax import lax
 from strata_jax import _checks
 from strata_jax.experts._cache import ExpertCache, find_slot
 from strata_jax.experts._formats import find_format
+from strata_jax.experts._hadamard import hadamard_reference
 from strata_jax.experts._jobs import Folding, Jobs, Prepared
 from strata_jax.experts._layout import ExpertLayout
 from strata_jax.experts._matrices import ExpertMatrices
-from strata_jax.experts._hadamard import unfold_hadamard
 from strata_jax.experts._weights import ExpertWeights
 
 
@@ -104,7 +103,9 @@ class PackedShape:
         signs = [
             layout.signs(self.hidden_size, self.expert_size) for layout in self.layouts
         ]
-        inner, outer = (jnp.asarray(np.stack(rows)) for rows in zip(*signs, strict=True))
+        inner, outer = (
+            jnp.asarray(np.stack(rows)) for rows in zip(*signs, strict=True)
+        )
         is_folded = jnp.asarray([layout.is_folded for layout in self.layouts])
         return Folding(
             is_folded=is_folded[stored.layout],
@@ -163,19 +164,13 @@ class PackedExperts:
         """
         del jobs
 
-        def fetch(expert: jax.Array) -> jax.Array:
-            row = lax.dynamic_index_in_dim(self.words, expert, keepdims=False)
-            return jax.device_put(row, jax.memory.Space.Device) if self.is_on_host else row
-
         def load(job: jax.Array, expert: jax.Array) -> Stored:
             del job
             if cache is None:
-                words = fetch(expert)
-            else:
-                slot, is_cached = find_slot(cache, expert)
-                words = lax.cond(
-                    is_cached, lambda: cache.words[slot], lambda: fetch(expert)
-                )
+                return Stored(words=self._fetch(expert), layout=self.layout[expert])
+            kept = cache.words
+            slot, is_cached = find_slot(cache, expert)
+            words = lax.cond(is_cached, lambda: kept[slot], lambda: self._fetch(expert))
             return Stored(words=words, layout=self.layout[expert])
 
         return Prepared(load=load, status=jnp.zeros((), jnp.int32))
@@ -191,10 +186,20 @@ class PackedExperts:
 
         Exactness: words are moved, not computed.
         """
-        rows = self.words[jnp.maximum(experts, 0)]
-        if self.is_on_host:
-            rows = jax.device_put(rows, jax.memory.Space.Device)
+
+        def read_one(index: jax.Array, rows: jax.Array) -> jax.Array:
+            words = self._fetch(jnp.maximum(experts[index], 0))
+            return rows.at[index].set(words)
+
+        rows = jnp.zeros((experts.shape[0], self.words.shape[1]), jnp.uint32)
+        rows = lax.fori_loop(0, experts.shape[0], read_one, rows)
         return rows, jnp.zeros((), jnp.int32)
+
+    def _fetch(self, expert: jax.Array) -> jax.Array:
+        row = lax.dynamic_index_in_dim(self.words, expert, keepdims=False)
+        if self.is_on_host:
+            row = jax.device_put(row, jax.memory.Space.Device)
+        return row
 
     def decode(self, stored: Stored) -> ExpertMatrices:
         """Decodes one expert.
@@ -279,12 +284,14 @@ def unpack_experts(packed: PackedExperts) -> ExpertWeights:
         layout = shape.layouts[int(packed.layout[expert])]
         stored = Stored(packed.words[expert], packed.layout[expert])
         decoded = shape.decode(stored)
-        arrays = [np.asarray(array) for array in (decoded.gate, decoded.up, decoded.down)]
+        arrays = [
+            np.asarray(array) for array in (decoded.gate, decoded.up, decoded.down)
+        ]
         if layout.is_folded:
             inner, outer = layout.signs(shape.hidden_size, shape.expert_size)
             signs = (inner, inner, outer)
             arrays = [
-                unfold_hadamard(array, sign)
+                hadamard_reference(array) * sign
                 for array, sign in zip(arrays, signs, strict=True)
             ]
         matrices.append(arrays)

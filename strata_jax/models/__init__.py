@@ -1,6 +1,13 @@
 """Model families as pure functions over frozen pytrees of weights."""
 
 from strata_jax.models._attention import CACHE_BLOCK as CACHE_BLOCK
+from strata_jax.models._expert_placement import attach_expert_file as attach_expert_file
+from strata_jax.models._expert_placement import experts_on_disk as experts_on_disk
+from strata_jax.models._expert_placement import experts_on_host as experts_on_host
+from strata_jax.models._expert_placement import pack_model_experts as pack_model_experts
+from strata_jax.models._expert_placement import (
+    unpack_model_experts as unpack_model_experts,
+)
 from strata_jax.models._llama import LlamaCache as LlamaCache
 from strata_jax.models._llama import empty_cache as empty_cache
 from strata_jax.models._llama import score_rows as score_rows

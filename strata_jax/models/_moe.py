@@ -8,6 +8,7 @@ by token; (C) the outputs summed in the router's order.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -112,7 +113,7 @@ def adapt_experts(params: MoeParams, cache: MoeCache) -> MoeCache:
         if held is not None:
             experts[index], fault = adapt(layer.experts, held)
             status = status | fault
-    return cache.replace(experts=tuple(experts), status=status)
+    return dataclasses.replace(cache, experts=tuple(experts), status=status)
 
 
 def commit_experts(cache: MoeCache, num_kept: jax.Array) -> MoeCache:
@@ -133,7 +134,7 @@ def commit_experts(cache: MoeCache, num_kept: jax.Array) -> MoeCache:
         None if held is None else count_uses(held, routing, num_kept)
         for held, routing in zip(cache.experts, cache.routing, strict=True)
     )
-    return cache.replace(experts=experts)
+    return dataclasses.replace(cache, experts=experts)
 
 
 def score_moe_rows(
@@ -190,8 +191,8 @@ def score_moe_rows(
     logits = head_rows(
         config, params.final_norm, table, hidden, first_logits_row, num_rows
     )
-    cache = cache.replace(
-        keys=tuple(keys), values=tuple(values), routing=routing, status=status
+    cache = dataclasses.replace(
+        cache, keys=tuple(keys), values=tuple(values), routing=routing, status=status
     )
     return logits, hidden, cache
 

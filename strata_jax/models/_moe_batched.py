@@ -7,6 +7,7 @@ arithmetic computes, in another order of rounding.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -166,7 +167,9 @@ def batched_moe_rows(
             hidden = hidden + _shared(layer.shared_expert, normed)
     table = params.embedding if params.head is None else params.head
     normed = rms_norm(hidden, params.final_norm, config.norm_epsilon)
-    cache = cache.replace(keys=tuple(keys), values=tuple(values), status=status)
+    cache = dataclasses.replace(
+        cache, keys=tuple(keys), values=tuple(values), status=status
+    )
     return normed @ table.T, hidden, cache
 
 

@@ -254,9 +254,7 @@ def check_moe_params(config: MoeConfig, params: MoeParams) -> None:
     for field in ("embedding", "final_norm", "head"):
         wanted = getattr(expected, field)
         if wanted is not None:
-            _checks.check_shape(
-                f"params.{field}", getattr(params, field), wanted.shape
-            )
+            _checks.check_shape(f"params.{field}", getattr(params, field), wanted.shape)
     for index, (found, wanted) in enumerate(
         zip(params.layers, expected.layers, strict=True)
     ):
@@ -325,7 +323,11 @@ def with_draft_vocabulary(params: MoeParams, draft_tokens: Sequence[int]) -> Moe
         raise ValueError("params has no draft head (params.mtp is None)")
     vocab_size = params.embedding.shape[0]
     tokens = np.asarray(draft_tokens)
-    if tokens.ndim != 1 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
+    if (
+        tokens.ndim != 1
+        or not tokens.size
+        or not np.issubdtype(tokens.dtype, np.integer)
+    ):
         raise ValueError(
             "draft_tokens must be a list of token ids, at least one; got "
             f"{tokens.dtype} of shape {list(tokens.shape)}"
@@ -370,5 +372,8 @@ def _check_layer(name: str, found: MoeLayer, expected: MoeLayer) -> None:
                     getattr(array, part),
                     getattr(wanted, part).shape,
                 )
-        elif array is not None or field.name not in ("query_norm", "key_norm"):
+        elif array is None:
+            if field.name not in ("query_norm", "key_norm"):
+                raise ValueError(f"{name}.{field.name} is missing")
+        else:
             _checks.check_shape(f"{name}.{field.name}", array, wanted.shape)

@@ -138,9 +138,7 @@ def test_truncated_checkpoint(saved, kept):
 
 
 def test_checkpoint_of_another_configuration(saved):
-    with pytest.raises(
-        ValueError, match="configuration; seed: 5 there, 6 here"
-    ):
+    with pytest.raises(ValueError, match="configuration; seed: 5 there, 6 here"):
         load(saved, {**CONFIGURATION, "seed": 6})
     with pytest.raises(ValueError, match=r"sizes: \[256, 16\] there, None here"):
         load(saved, {"seed": 5})
