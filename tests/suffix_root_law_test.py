@@ -104,10 +104,10 @@ def table(row):
 
 
 @functools.cache
-def first_row_cases(thresholds):
+def first_row_cases(thresholds=(0.5,), gate_names=GATE_NAMES):
     rng = np.random.default_rng(11)
     cases = []
-    for gate in GATE_NAMES:
+    for gate in gate_names:
         for name, (p, q) in FIRST_ROWS.items():
             for threshold in thresholds:
                 target, draft = random_table(rng, 3), random_table(rng, 3)
@@ -115,14 +115,6 @@ def first_row_cases(thresholds):
                 label = f"{gate}, {name}, t = {threshold}"
                 cases.append(Case(label, target, draft, settings_of(gate, threshold)))
     return cases
-
-
-def joint_cases():
-    return [
-        case
-        for case in first_row_cases((0.5,))
-        if any(name in case.label for name in ("small q", "= 0", "= 1", "largest"))
-    ]
 
 
 # (L, verifier, draft rule): K is 2 + L.
@@ -139,8 +131,8 @@ rules = pytest.mark.parametrize(("num_lookup", "verifier", "draft_rule"), RULES)
 def test_law_of_a_token(num_lookup, verifier, draft_rule):
     own = bench(3, 2, num_lookup, verifier, draft_rule)
     for name, prompt in PROMPTS.items():
-        is_eligible = name in ROOTS
-        cases = first_row_cases((0.25, 0.5, 0.8) if is_eligible else (0.5,))
+        cases = first_row_cases()
+        cases = cases if name == "eligible" else cases[::6]
         assert_laws_are_targets(own, cases, context=prompt)
 
 
@@ -148,15 +140,24 @@ def test_law_of_a_token(num_lookup, verifier, draft_rule):
 def test_joint_law_of_three_tokens(num_lookup, verifier, draft_rule):
     # Which of the windows have a root depends on what the earlier ones emit.
     own = bench(3, 2, num_lookup, verifier, draft_rule)
-    for name in ("eligible", "no match"):
-        context = PROMPTS[name]
-        assert_laws_are_targets(own, joint_cases(), context=context, num_tokens=3)
+    cases = first_row_cases(gate_names=("picked",))[::2]
+    assert_laws_are_targets(own, cases, context=PROMPTS["eligible"], num_tokens=3)
+
+
+@pytest.mark.slow
+@rules
+def test_law_of_more_instances(num_lookup, verifier, draft_rule):
+    own = bench(3, 2, num_lookup, verifier, draft_rule)
+    cases = first_row_cases((0.1, 0.25, 0.5, 0.8, 1.0))
+    for prompt in PROMPTS.values():
+        assert_laws_are_targets(own, cases, context=prompt)
+        assert_laws_are_targets(own, cases[::9], context=prompt, num_tokens=3)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_law_up_to_the_budget_and_the_context_limit(num_tokens):
     own, prompt = bench(num_lookup_tokens=2), PROMPTS["eligible"]
-    cases = joint_cases()[::2]
+    cases = first_row_cases()[7::6]
     assert_laws_are_targets(
         own, cases, context=prompt, num_tokens=num_tokens, max_new_tokens=num_tokens
     )

@@ -60,6 +60,27 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return {name: view.copy() for name, view in view_safetensors(path).items()}
 
 
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Reads the text that a safetensors file keeps in its header.
+
+    Args:
+      path: the file.
+
+    Returns:
+      Text by name.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: naming the file, if it is not valid.
+
+    Exactness: neither; nothing is computed.
+    """
+    path = pathlib.Path(path)
+    view_safetensors(path)
+    with safetensors.safe_open(str(path), framework="numpy") as file:
+        return dict(file.metadata() or {})
+
+
 def save_safetensors(
     path: str | os.PathLike[str],
     tensors: Mapping[str, jax.typing.ArrayLike],

@@ -40,7 +40,7 @@ def encode_q4_0(weights: np.ndarray) -> np.ndarray:
 
 
 def encode_q4_1(weights: np.ndarray) -> np.ndarray:
-    """`[O, I]` float32 -> `[blocks, 20]` uint8; from the least weight to the largest."""
+    """`[O, I]` float32 -> `[blocks, 20]` uint8; the least weight becomes 0."""
     blocks = weights.reshape(-1, BLOCK_SIZE)
     least = blocks.min(axis=1, keepdims=True)
     minimum = _half_bytes("q4_1", least)

@@ -59,7 +59,7 @@ def count_uses(
     row = jnp.arange(experts.shape[0], dtype=jnp.int32)
     kept = jnp.where((row < num_rows)[:, None], experts, -1).reshape(-1)
     num_experts = cache.uses.shape[0]
-    is_used = kept[:, None] == jnp.arange(num_experts, dtype=jnp.int32)
+    is_used = kept[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None]
     uses = jnp.sum(is_used.astype(jnp.float32), axis=0)
     decay = jnp.where(num_rows > 0, jnp.float32(_DECAY), jnp.float32(1))
     return dataclasses.replace(cache, uses=cache.uses * decay + uses)
@@ -74,7 +74,7 @@ def adapt(source: CacheSource, cache: ExpertCache) -> tuple[ExpertCache, jax.Arr
     expert_id = jnp.arange(cache.uses.shape[0], dtype=jnp.int32)
 
     def choose(_: jax.Array, chosen: jax.Array) -> jax.Array:
-        is_here = jnp.any(expert_id[:, None] == chosen, axis=1)
+        is_here = jnp.any(expert_id[:, None] == chosen[None], axis=1)
         newcomer = jnp.argmax(jnp.where(is_here, -jnp.inf, cache.uses))
         uses = jnp.where(chosen < 0, -_MARGIN, cache.uses[jnp.maximum(chosen, 0)])
         slot = jnp.argmin(uses)

@@ -23,7 +23,7 @@ NUM_STATES = 1 << 16
 # mul1 = (1024 + the sum of a product's four bytes) * _STEP + _SHIFT.
 _STEP = float(np.uint16(0x1EEE).view(np.float16))
 _SHIFT = float(np.uint16(0xC931).view(np.float16))
-# mcg and 3inst take two halves from a word: these bits are kept, then those are flipped.
+# mcg and 3inst add two halves of a word, of which some bits are kept, some flipped.
 _KEPT = np.uint32(0x8FFF8FFF)
 _FLIPPED = np.uint32(0x3B603B60)
 
@@ -68,8 +68,9 @@ def _decode_mul1(states: jax.Array) -> jax.Array:
 
 def _reference_mul1(states: np.ndarray) -> np.ndarray:
     word = states * np.uint32(0x83DCD12D)
-    total = sum((word >> np.uint32(8 * i) & 255).astype(np.float64) for i in range(4))
-    return ((1024 + total) * _STEP + _SHIFT).astype(np.float16).astype(np.float32)
+    total = (word & 255) + (word >> 8 & 255) + (word >> 16 & 255) + (word >> 24)
+    values = (1024 + total.astype(np.float64)) * _STEP + _SHIFT
+    return values.astype(np.float16).astype(np.float32)
 
 
 def _sum_of_halves(word: jax.Array) -> jax.Array:

@@ -225,7 +225,7 @@ class ColdExperts:
         experts = jobs.expert[:capacity]
         is_wanted = jnp.arange(capacity, dtype=jnp.int32) < jobs.num_jobs
         if cache is not None:
-            is_cached = jnp.any(experts[:, None] == cache.expert, axis=1)
+            is_cached = jnp.any(experts[:, None] == cache.expert[None], axis=1)
             is_wanted = is_wanted & ~is_cached
         wanted = jnp.where(is_wanted, experts, -1)
         nothing = (

@@ -1,7 +1,7 @@
-"""Storage formats of a weight matrix: what they are called, and how they are checked.
+"""Storage formats of a weight matrix: their names, and the checks they share.
 
-A matrix is [outputs, inputs], so that a product is `weights @ x`. Packed, it is a vector
-of little-endian uint32 words, padded with zeros to a whole word.
+A matrix is [outputs, inputs], so that a product is `weights @ x`. Packed, it is a
+vector of uint32 words, little-endian bytes padded with zeros to a whole word.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from strata_jax.experts import _block_formats, _codebooks, _trellis
 class Format(NamedTuple):
     """How a weight matrix is stored.
 
-    Every decoder is elementwise with one rounding at most, so a matrix has the same bits
-    decoded once for many tokens, once for each of them, or in NumPy.
+    No product in a decoder is rounded, so that a matrix has the same bits whether it is
+    decoded for many tokens, for each one, together with what follows, or in NumPy.
     """
 
     name: str

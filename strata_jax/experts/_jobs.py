@@ -87,14 +87,14 @@ def group_by_expert(experts: jax.Array, num_rows: jax.Array) -> Jobs:
     expert = experts.reshape(-1)
     index = jnp.arange(num_entries, dtype=jnp.int32)
     is_live = index // per_row < num_rows
-    is_same = (expert[:, None] == expert) & is_live[:, None] & is_live
+    is_same = (expert[:, None] == expert[None]) & is_live[:, None] & is_live[None]
     first = jnp.argmax(is_same, axis=1).astype(jnp.int32)
     is_first = is_live & (first == index)
     job = (jnp.cumsum(is_first.astype(jnp.int32)) - 1)[first]
     job = jnp.where(is_live, job, num_entries)
     rank = job * num_entries + index
-    place = jnp.sum((rank < rank[:, None]).astype(jnp.int32), axis=1)
-    count = jnp.sum((job == index[:, None]).astype(jnp.int32), axis=1)
+    place = jnp.sum((rank[None] < rank[:, None]).astype(jnp.int32), axis=1)
+    count = jnp.sum((job[None] == index[:, None]).astype(jnp.int32), axis=1)
     return Jobs(
         expert=jnp.zeros(num_entries, jnp.int32)
         .at[jnp.where(is_first, job, num_entries)]

@@ -35,9 +35,7 @@ def encode(weights: np.ndarray, num_bits: int, codebook: Codebook) -> np.ndarray
     spread = _SPREAD[num_bits] / _codebooks.standard_deviation(codebook)
     scale = _round_scale(norm * spread)
     targets = _split_tiles(weights / (scale or np.float32(1)))
-    states = _viterbi.closest_states(
-        targets, _codebooks.all_values(codebook), num_bits
-    )
+    states = _viterbi.closest_states(targets, _codebooks.all_values(codebook), num_bits)
     own = states >> np.uint32(_STATE_BITS - num_bits)
     bits = own[:, :, None] >> np.arange(num_bits, dtype=np.uint32) & 1
     packed = np.packbits(bits.reshape(-1).astype(np.uint8), bitorder="little")
@@ -62,7 +60,11 @@ def _split_tiles(weights: np.ndarray) -> np.ndarray:
 
 
 def decode(
-    words: jax.Array, num_outputs: int, num_inputs: int, num_bits: int, codebook: Codebook
+    words: jax.Array,
+    num_outputs: int,
+    num_inputs: int,
+    num_bits: int,
+    codebook: Codebook,
 ) -> jax.Array:
     """Packed words -> `[O, I]` float32."""
     scale = jax.lax.bitcast_convert_type(words[0], jnp.float32)

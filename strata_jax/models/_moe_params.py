@@ -15,6 +15,7 @@ from strata_jax import _checks
 from strata_jax.experts import ExpertWeights
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+_OFFSETS = "; of a file's offsets d2t give i + d2t[i]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,13 +337,13 @@ def with_draft_vocabulary(params: MoeParams, draft_tokens: Sequence[int]) -> Moe
     if outside.size:
         raise ValueError(
             f"draft_tokens has ids outside the vocabulary of {vocab_size}: "
-            f"{outside[:5].tolist()}"
+            f"{outside[:5].tolist()}{_OFFSETS}"
         )
     values, counts = np.unique(tokens, return_counts=True)
     if (counts > 1).any():
         raise ValueError(
             f"draft_tokens repeats ids, each needs one row: "
-            f"{values[counts > 1][:5].tolist()}"
+            f"{values[counts > 1][:5].tolist()}{_OFFSETS}"
         )
     mtp = params.mtp
     head = mtp.head if mtp.head is not None else params.head
@@ -371,6 +372,10 @@ def _check_layer(name: str, found: MoeLayer, expected: MoeLayer) -> None:
                     f"{name}.shared_expert.{part}",
                     getattr(array, part),
                     getattr(wanted, part).shape,
+                )
+            if wanted is not None and array.router is not None:
+                _checks.check_shape(
+                    f"{name}.shared_expert.router", array.router, wanted.router.shape
                 )
         elif array is None:
             if field.name not in ("query_norm", "key_norm"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,8 +29,8 @@ from strata_jax._types import (
     Verifier,
     Window,
 )
-from strata_jax.drafters import model
-from strata_jax.models import LlamaCache
+from strata_jax.drafters import ModelDrafterState, MtpDrafterState, model
+from strata_jax.models import LlamaCache, MoeCache, MtpCache
 from strata_jax.targets import TabularParams, tabular
 
 _LAW_TOLERANCE = {np.dtype(np.float32): 1e-6, np.dtype(np.float64): 1e-12}
@@ -174,6 +175,7 @@ def check_drafter(
     gate: Gate | None = None,
     num_windows: int = 8,
     seed: int = 0,
+    poison: Callable[[Any, jax.Array], Any] | None = None,
     **settings: Any,
 ) -> None:
     """Checks a drafter's proposals over some windows (P1, P2, R1, T2).
@@ -191,6 +193,11 @@ def check_drafter(
       gate: a gate to try it with; None admits all.
       num_windows: how many windows to run.
       seed: of the request.
+      poison: (drafter state, position) -> state with NaN in all slots that no
+        committed token has filled, jittable; if given, every window starts from a
+        poisoned state. `position` is how many tokens stand before the last committed
+        one. `poison_cache` does it for `drafters.model` over a llama or
+        mixture-of-experts model, and for `drafters.mtp`.
       **settings: for `decoder.init`.
 
     Raises:
@@ -202,13 +209,16 @@ def check_drafter(
         target, drafter, gate, verifiers.token(), bit_exact=target.is_bit_exact
     )
     step = jax.jit(decoder.step)
+    spoil = jax.jit(poison or (lambda state, position: state))
     budget = num_windows * (drafter.num_draft_tokens + 1)
     settings = {"seed": seed, "max_new_tokens": budget, **settings}
     state = decoder.init(params, context, **settings)
     for index in range(num_windows):
         if int(state.finish_reason):
             break
-        before = state
+        length = int(state.context.length)
+        spoiled = spoil(state.drafter_state, _int(length - 1))
+        before = state.replace(drafter_state=spoiled)
         state, window = step(params, before)
         _check_proposal(window)
         room = budget - int(before.counts.num_output) - 1
@@ -224,7 +234,6 @@ def check_drafter(
             _same(window.proposal, twin.proposal),
             "R1: the proposal depends on the verifier's draws",
         )
-        length = int(before.context.length)
         fresh = decoder.init(
             params,
             np.asarray(before.context.tokens)[:length],
@@ -237,7 +246,8 @@ def check_drafter(
         _require(
             _same(window.proposal, expected.proposal),
             f"T2: in window {index} the proposal is not that of a fresh drafter on the "
-            "committed text: its cache was not rolled back or not brought up to date",
+            "committed text: its cache was not rolled back or not brought up to date, "
+            "or slots are read that no committed token has filled",
         )
 
 
@@ -261,7 +271,7 @@ def check_target(
       max_width: the largest window.
       poison: (state, position) -> state with NaN in all slots from `position` on,
         jittable; if given, windows are scored on poisoned caches. `poison_cache` does
-        it for a `LlamaCache`.
+        it for the library's models.
 
     Returns:
       How many logit rows were compared, by check.
@@ -370,24 +380,42 @@ def check_target(
     return counts
 
 
-def poison_cache(cache: LlamaCache, position: jax.Array) -> LlamaCache:
-    """Fills a cache with NaN from a position on, for `check_target`.
+def poison_cache(cache: Any, position: jax.Array) -> Any:
+    """Fills a cache with NaN from a position on, for the checks of dead slots.
 
     Args:
-      cache: the cache.
-      position: [] int32, the first dead row.
+      cache: a `LlamaCache`, `MoeCache` or `MtpCache`; or the state of `drafters.model`
+        or `drafters.mtp` that holds one, which is filled from the first slot on that
+        it has not committed itself.
+      position: [] int32, the first dead slot.
 
     Returns:
       The poisoned cache.
 
+    Raises:
+      ValueError: if it is no such cache.
+
     Exactness: no bit of any logit may change by it.
     """
+    if isinstance(cache, ModelDrafterState):
+        position = jnp.minimum(position, cache.num_cached)
+        target_state = poison_cache(cache.target_state, position)
+        return dataclasses.replace(cache, target_state=target_state)
+    if isinstance(cache, MtpDrafterState):
+        position = jnp.minimum(position, cache.num_cells)
+        return dataclasses.replace(cache, cache=poison_cache(cache.cache, position))
+    if not isinstance(cache, LlamaCache | MoeCache | MtpCache):
+        raise ValueError(
+            f"cache is a {type(cache).__name__}, no cache of the library's models: "
+            "give a poison of your own"
+        )
 
     def spoil(rows: jax.Array) -> jax.Array:
         is_dead = jnp.arange(rows.shape[1], dtype=jnp.int32) >= position
         return jnp.where(is_dead[None, :, None], jnp.nan, rows)
 
-    return jax.tree.map(spoil, cache)
+    keys, values = jax.tree.map(spoil, (cache.keys, cache.values))
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def _check_proposal(window: Window) -> None:

@@ -73,14 +73,14 @@ def load_training(
     tensors = checkpoints.read_safetensors(path)
     if _CONFIGURATION not in tensors:
         raise ValueError(f"{path}: not a checkpoint of a training run")
-    stored = json.loads(tensors.pop(_CONFIGURATION).tobytes())
+    stored = _flatten(json.loads(tensors.pop(_CONFIGURATION).tobytes()))
     # Through JSON, so that a tuple equals the list that was stored.
-    expected = json.loads(json.dumps(configuration))
-    differing = sorted(
+    expected = _flatten(json.loads(json.dumps(configuration)))
+    differing = [
         f"{key}: {stored.get(key)!r} there, {expected.get(key)!r} here"
-        for key in stored.keys() | expected.keys()
+        for key in sorted(stored.keys() | expected.keys())
         if stored.get(key) != expected.get(key)
-    )
+    ]
     if differing:
         raise ValueError(
             f"{path}: written by a run of another configuration; "
@@ -106,6 +106,17 @@ def load_training(
     structure = jax.tree.structure(like)
     values = [jnp.asarray(tensors[name]) for name in leaves]
     return jax.tree.unflatten(structure, values), history
+
+
+def _flatten(configuration: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Lays nested settings side by side, `{"a": {"b": 1}}` as `{"a.b": 1}`."""
+    flat = {}
+    for key, value in configuration.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
 
 
 def _leaves(state: TrainingState) -> dict[str, Any]:

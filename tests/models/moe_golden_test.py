@@ -4,10 +4,11 @@ import dataclasses
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strata_jax import checkpoints, models
+from strata_jax import checkpoints, models, targets
 
 TESTDATA = pathlib.Path(__file__).parents[1] / "testdata"
 FOLDERS = ("qwen3_moe_tiny_tied", "qwen3_moe_tiny_untied")
@@ -18,8 +19,21 @@ def batched_logits(config, params, prompt):
     return forward(config, params, prompt[None]).logits[0]
 
 
+def singleton_logits(config, params, prompt, width=8):
+    target = targets.singleton(config, max_length=32)
+    score = jax.jit(target.score)
+    state, rows = target.init(params), []
+    for position in range(0, len(prompt), width):
+        piece = prompt[position : position + width]
+        start, count = jnp.int32(position), jnp.int32(len(piece))
+        row, state = score(params, state, piece, start, count)
+        state = target.commit(state, start, count)
+        rows.append(row.logits)
+    return np.concatenate(rows)
+
+
 # Every way to compute the logits [L, V] of a prompt [L].
-PATHS = (batched_logits,)
+PATHS = (batched_logits, singleton_logits)
 
 
 def load(folder):

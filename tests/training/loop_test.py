@@ -16,7 +16,7 @@ from strata_jax import training
 
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_STEPS, KILLED_AFTER = 20, 13
-CONFIGURATION = {"sizes": (256, 16), "seed": 5}
+CONFIGURATION = {"model": {"sizes": (256, 16), "depth": 1}, "seed": 5}
 CORPUS = training.join_documents([bytes(range(1, 256)) * 4])
 
 
@@ -140,7 +140,7 @@ def test_truncated_checkpoint(saved, kept):
 def test_checkpoint_of_another_configuration(saved):
     with pytest.raises(ValueError, match="configuration; seed: 5 there, 6 here"):
         load(saved, {**CONFIGURATION, "seed": 6})
-    with pytest.raises(ValueError, match=r"sizes: \[256, 16\] there, None here"):
+    with pytest.raises(ValueError, match=r"model.sizes: \[256, 16\] there, None here"):
         load(saved, {"seed": 5})
 
 

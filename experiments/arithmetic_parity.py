@@ -1,0 +1,354 @@
+"""Counts the values that a window computes with other bits than plain decoding does.
+
+For every configuration (format, Hadamard-folded inputs or not, place of the experts,
+how many of them are cached) windows of 1 to 8 rows are compared, float by float, with
+the singleton: the separately compiled program for one token, its experts resident.
+Zero may differ. The batched control runs over the same windows and must differ, or the
+comparison could not see anything.
+
+  python experiments/arithmetic_parity.py --out /tmp/parity
+  python experiments/arithmetic_parity.py --out /tmp/smoke --smoke
+
+The results are in arithmetic_parity.json, and as a table in arithmetic_parity.md.
+Started again with the same flags, the run skips the configurations that are done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import _parity_trials as trials
+import jax
+from absl import app, flags
+
+import strata_jax as strata
+
+_REPORT = "arithmetic_parity.json"
+_TABLE = "arithmetic_parity.md"
+_COLD = "arithmetic_parity.cold.safetensors"  # while the run lasts
+_LOG_SECONDS = 20.0  # between lines, where there is no progress bar
+_SMOKE_CONFIGURATIONS = ("q8_0-hadamard-cold", "q4_0-host")
+
+_OUT = flags.DEFINE_string("out", None, "Folder for all results; made if need be.")
+_SMOKE = flags.DEFINE_bool("smoke", False, "Two configurations, few rows: seconds.")
+_COMPARISONS = flags.DEFINE_integer(
+    "comparisons",
+    None,
+    "Least number of floats to compare in each configuration, in windows of the expert "
+    "layer; the default is 4866048, or 36864 with --smoke.",
+)
+_CONFIGURATIONS = flags.DEFINE_list(
+    "configurations",
+    None,
+    "Names with commas; the default is all, or two with --smoke.",
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights, inputs and windows.")
+_PLATFORM = flags.DEFINE_enum(
+    "platform",
+    None,
+    ("cpu", "cuda", "rocm", "tpu"),
+    "Where to compute; the default is what JAX finds.",
+)
+_CACHE_DIR = flags.DEFINE_string(
+    "compilation_cache",
+    os.path.join(
+        os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "strata_jax"
+    ),
+    "Folder where compiled programs are kept between runs; empty for none.",
+)
+
+
+def find_faults(result: dict[str, Any]) -> list[str]:
+    """Returns what speaks against a configuration's claim; nothing if it holds."""
+    exact = result["exact"]
+    faults = []
+    if exact["num_different"]:
+        faults.append(f"{exact['num_different']} values differ from the singleton")
+    if exact["num_not_finite"]:
+        faults.append(f"{exact['num_not_finite']} values are not finite")
+    for part, control in result["control"].items():
+        if not control["num_different"]:
+            faults.append(f"the control does not differ ({part}): nothing is shown")
+    if not result["num_jobs_of_several_rows"]:
+        faults.append("no rows shared an expert: nothing is shown")
+    if result["num_cached"] and not result["num_brought_into_cache"]:
+        faults.append("nothing came into the cache: nothing is shown")
+    return faults
+
+
+_COLUMNS = (
+    "configuration",
+    "cached",
+    "compared",
+    "different",
+    "control: layer",
+    "control: model",
+)
+
+
+def _tabulate(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Returns the cells of the table, a row for each configuration."""
+    return [
+        (
+            name,
+            str(result["num_cached"]),
+            f"{result['exact']['num_compared']:,}",
+            f"{result['exact']['num_different']:,}",
+            *(f"{control['share']:.1%}" for control in result["control"].values()),
+        )
+        for name, result in results.items()
+    ]
+
+
+def _print_table(results: dict[str, Any]) -> None:
+    rows = [_COLUMNS, *_tabulate(results)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+
+
+_PAGE = """\
+# Arithmetic parity
+
+Written by `experiments/arithmetic_parity.py` from `arithmetic_parity.json`.
+
+{compared:,} float32 values were compared, bit for bit, with the singleton: the
+separately compiled program for one token, its experts resident on the device.
+{different:,} differ. Windows have 1 to 8 rows and run through one program with room for
+8; rows that are not live hold NaN in the layer. Only finite values are counted, and any
+other is a failure. The control shares products between rows, over the same weights and
+windows: its columns say which share of the values differs.
+
+A configuration is named by its format, `hadamard` if the experts' inputs are folded,
+and the place of the experts; so many of a layer's {num_experts} experts are `cached`.
+
+| {header} |
+|---|{alignment}
+{rows}
+
+In each configuration at least {comparisons:,} values come from windows of the expert
+layer that decode an expert for each of its rows (the outputs of a row's {per_token}
+experts, {width} wide), and as many from windows that decode it once for all. Experts
+that are not resident are run one row at a time as well. The rest are hidden states and
+logits of a text in a one-layer model whose windows have rejected rows. The JSON has
+the parts by width of the window, and the hashes of all inputs.
+
+Seed {seed}, {device}, {versions}; {time}.
+"""
+
+
+def render_page(report: dict[str, Any]) -> str:
+    """Returns the report as Markdown."""
+    results, settings = report["configurations"], report["settings"]
+    model = settings["model"]
+    exact = [result["exact"] for result in results.values()]
+    return _PAGE.format(
+        compared=sum(tally["num_compared"] for tally in exact),
+        different=sum(tally["num_different"] for tally in exact),
+        num_experts=model["num_experts"],
+        header=" | ".join(_COLUMNS),
+        alignment="---:|" * (len(_COLUMNS) - 1),
+        rows="\n".join(f"| {' | '.join(row)} |" for row in _tabulate(results)),
+        comparisons=settings["comparisons"],
+        per_token=model["num_experts_per_token"],
+        width=model["hidden_size"],
+        seed=settings["seed"],
+        device=settings["device"],
+        versions=", ".join(f"{name} {v}" for name, v in settings["versions"].items()),
+        time=report["time"],
+    )
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
+    """Shows what is being done: a bar on a terminal, lines elsewhere."""
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            import tqdm
+
+            with tqdm.tqdm(total=total, unit="configuration") as bar:
+
+                def advance(index: int, name: str, text: str) -> None:
+                    bar.update(index - bar.n)
+                    bar.set_description_str(f"{name}: {text}")
+
+                yield advance
+            return
+    last = (-1, 0.0)
+
+    def log(index: int, name: str, text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if index == last[0] and now - last[1] < _LOG_SECONDS:
+            return
+        last = (index, now)
+        line = f"{index + 1}/{total}  {name}: {text}"
+        print(line, file=sys.stderr, flush=True)
+
+    yield log
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "strata_jax": strata.__version__}
+    for name in ("jax", "jaxlib", "numpy", "flax"):
+        versions[name] = importlib.metadata.version(name)
+    return versions
+
+
+def _write_text(path: pathlib.Path, text: str) -> None:
+    """Writes the file whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, "utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _choose_configurations() -> list[trials.Configuration]:
+    known = {
+        configuration.name: configuration for configuration in trials.CONFIGURATIONS
+    }
+    names = _CONFIGURATIONS.value
+    if names is None:
+        names = _SMOKE_CONFIGURATIONS if _SMOKE.value else known
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ValueError(
+            f"--configurations must be of {', '.join(known)}; got "
+            f"{', '.join(unknown) or 'none'}"
+        )
+    return [known[name] for name in known if name in names]
+
+
+def _load_results(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the finished configurations of an earlier run with these settings."""
+    if not path.exists():
+        return {}
+    try:
+        report = json.loads(path.read_text("utf-8"))
+        before, results = report["settings"], report["configurations"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--out: {path} cannot be read ({error!r})") from error
+    for name, value in settings.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"--out: {path} is of another run ({name}: {before.get(name)} there, "
+                f"{value} here): name another folder"
+            )
+    return results
+
+
+def _save(out: pathlib.Path, settings: dict[str, Any], results: dict[str, Any]) -> None:
+    names = [each.name for each in trials.CONFIGURATIONS if each.name in results]
+    report = {
+        "command": "arithmetic_parity",
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "settings": settings,
+        "flags": {
+            name: flags.FLAGS[name].value
+            for name in ("smoke", "comparisons", "configurations", "platform")
+        },
+        "configurations": {name: results[name] for name in names},
+    }
+    _write_text(out / _REPORT, json.dumps(report, indent=1) + "\n")
+    _write_text(out / _TABLE, render_page(report))
+
+
+def _run() -> int:
+    if not _OUT.value:
+        raise ValueError("give --out, the folder for the results")
+    out = pathlib.Path(_OUT.value)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: that is a file; name a folder")
+    comparisons = _COMPARISONS.value
+    if comparisons is None:
+        comparisons = 36_864 if _SMOKE.value else 4_866_048
+    for name, value, least in (
+        ("comparisons", comparisons, 1),
+        ("seed", _SEED.value, 0),
+    ):
+        if value < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
+    chosen = _choose_configurations()
+    try:
+        device = jax.devices()[0]
+    except RuntimeError as error:
+        raise ValueError(f"--platform {_PLATFORM.value}: {error}") from error
+    settings = {
+        "seed": _SEED.value,
+        "comparisons": comparisons,
+        "model": dataclasses.asdict(trials.MODEL),
+        "device": device.device_kind,
+        "versions": _versions(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    results = _load_results(out / _REPORT, settings)
+    waiting = [each for each in chosen if each.name not in results]
+    print(f"{len(chosen) - len(waiting)} of {len(chosen)} configurations are done")
+    try:
+        with _progress(len(waiting)) as show:
+            for index, configuration in enumerate(waiting):
+                results[configuration.name] = trials.run_configuration(
+                    configuration,
+                    _SEED.value,
+                    comparisons,
+                    out / _COLD,
+                    functools.partial(show, index, configuration.name),
+                )
+                _save(out, settings, results)
+    finally:
+        (out / _COLD).unlink(missing_ok=True)
+
+    results = {each.name: results[each.name] for each in chosen}
+    _print_table(results)
+    is_good = True
+    for name, result in results.items():
+        for fault in find_faults(result):
+            print(f"{name}: {fault}", file=sys.stderr)
+            is_good = False
+    return 0 if is_good else 1
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}; see --help")
+    # Backends that are not there are no news.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+    if _PLATFORM.value:
+        jax.config.update("jax_platforms", _PLATFORM.value)
+    if _CACHE_DIR.value:
+        jax.config.update("jax_compilation_cache_dir", _CACHE_DIR.value)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    try:
+        return _run()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse_flags)

@@ -1,0 +1,238 @@
+"""The contracts on the bundled model: bits in every format and place, and the law."""
+
+import dataclasses
+import functools
+import hashlib
+import re
+
+import bundled_checks as checks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import strata_jax as strata
+from strata_jax import (
+    audit,
+    checkpoints,
+    diagnostics,
+    drafters,
+    experts,
+    gates,
+    models,
+    targets,
+    testing,
+    verifiers,
+)
+
+NUM_TOKENS = 512
+SEED = 3
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """Every format in every layer or the next, folded and not."""
+    _, params = checks.loaded()
+    return checks.with_layouts(params, checks.LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def plain(mixed):
+    return checks.plain_run(mixed, NUM_TOKENS, SEED)
+
+
+def test_the_file_is_the_one_on_its_card():
+    path = checkpoints.bundled_path()
+    content = path.read_bytes()
+    card = (path.parent / "README.md").read_text("utf-8")
+    assert len(content) <= 10_000_000
+    assert hashlib.sha256(content).hexdigest() in card
+    loss = re.search(r"these weights \| ([0-9.]+) nats", card)
+    assert loss is not None and float(loss[1]) <= 1.70
+    overlaps = re.findall(r"draft (\d), temperature 1 \| ([0-9.]+)", card)
+    assert [name for name, _ in overlaps] == ["1", "2"]
+    assert float(overlaps[0][1]) >= 0.60 and float(overlaps[1][1]) >= 0.40
+
+
+def test_load_bundled_gives_a_target_and_its_weights():
+    target, params = strata.load_bundled(max_length=64)
+    assert target.vocab_size == 256 and target.max_length == 64
+    assert params.mtp is not None
+    assert isinstance(params.layers[0].experts, experts.PackedExperts)
+    with pytest.raises(ValueError, match="max_length"):
+        strata.load_bundled(max_length=10**6)
+
+
+def test_it_writes_text_with_its_draft_head():
+    target, params = strata.load_bundled(max_length=256)
+    decoder = strata.speculative_decoder(
+        target,
+        drafters.mtp(num_draft_tokens=2),
+        gates.picked(0.3),
+        verifiers.token(),
+    )
+    generation = strata.generate(
+        decoder,
+        params,
+        checkpoints.ByteTokenizer(),
+        checks.PROMPT,
+        max_new_tokens=96,
+        seed=1,
+    )
+    # Letters, blanks and marks, in words: not noise.
+    assert re.fullmatch(r"[\w\s.,:;!?'&\[\]()\"-]+", generation.text)
+    assert len(generation.text.split()) > 8
+    summary = diagnostics.summarize_acceptance(generation.verdicts)
+    assert summary.tokens_per_window > 1.2
+
+
+def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path):
+    config, _ = checks.loaded()
+    tokens, _ = plain
+    params = checks.placed(mixed, ("host", "resident", "resident", "host"), tmp_path)
+    target = targets.singleton(
+        config, max_length=checks.MAX_LENGTH, num_cached_experts=3
+    )
+    counts = testing.check_target(
+        target, params, tokens, max_width=8, poison=testing.poison_cache
+    )
+    print("\nrows bitwise equal to the one-token program:", counts)
+    assert counts["widths"] == 8 * NUM_TOKENS
+
+
+# Pairs of gate and tier, of gate and drafter, of format and tier (each layer holds 8
+# of the 18 layouts, the layers' tiers change places): every pair is in some run.
+COVERING = {
+    "picked": ("picked", "suffix_root", ("resident", "host", "cold", "cold"), 3),
+    "top": ("top", "mtp", ("cold", "resident", "host", "resident"), 0),
+    "none": ("none", "suffix_root", ("host", "cold", "resident", "host"), 8),
+}
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_rows_of_windows_are_those_of_plain_decoding(mixed, plain, tmp_path, name):
+    gate, drafter, tiers, num_cached = COVERING[name]
+    tokens, rows = plain
+    params = checks.placed(mixed, tiers, tmp_path)
+    decoder = checks.make_decoder(gate, drafter, num_cached_experts=num_cached)
+    ours, our_rows, windows = checks.run(decoder, params, NUM_TOKENS, SEED)
+    np.testing.assert_array_equal(ours, tokens)
+    np.testing.assert_array_equal(our_rows, rows)
+    verdict = windows.verdict
+    widths = np.bincount((windows.proposal.kind == strata.RowKind.OFFERED).sum(axis=1))
+    sources = np.bincount(verdict.source[verdict.num_emitted > 0], minlength=3)
+    is_point = (windows.proposal.measure[:, 1:] == 1).any(axis=2).sum()
+    print(
+        f"\n{name}: {len(rows)} rows equal; windows by drafts offered {widths}, by end "
+        f"(bonus, rejection, NULL) {sources}, suffix rows {is_point}"
+    )
+    assert sources[strata.Source.REJECTION] > 10
+    if drafter == "suffix_root":
+        assert is_point > 0
+
+
+def test_the_batched_control_differs(mixed, plain):
+    config, _ = checks.loaded()
+    tokens, rows = plain
+    target = targets.batched(config, max_length=checks.MAX_LENGTH)
+    decoder = strata.speculative_decoder(
+        target, drafters.mtp(num_draft_tokens=3), bit_exact=False
+    )
+    ours, our_rows, _ = checks.run(decoder, mixed, 64, SEED)
+    # Up to the first token that differs, the text is the same.
+    num_same = int(np.argmin(np.append(ours == tokens[:64], False)))
+    is_different = (our_rows[:num_same] != rows[:num_same]).any(axis=1)
+    print(f"\nbatched: {is_different.sum()} of {num_same} rows differ")
+    assert is_different.mean() > 0.5
+
+
+# The law of the first token.
+NUM_STEPS, NUM_SEEDS = 20_000, 200_000
+FALSE_ALARM = 1e-4
+THRESHOLD = 0.3
+LAW_LENGTH = 128
+
+
+@functools.cache
+def first_row():
+    """p of the token after the prompt, and q of its draft."""
+    config, params = checkpoints.load_bundled_config()
+    params = models.unpack_model_experts(params)
+    target = targets.singleton(config, max_length=LAW_LENGTH)
+    decoder = strata.speculative_decoder(
+        target, drafters.mtp(num_draft_tokens=1), gates.always(), verifiers.token()
+    )
+    state = decoder.init(params, checks.prompt_tokens(), max_new_tokens=8)
+    _, window = jax.jit(decoder.step)(params, state)
+    return (
+        target,
+        params,
+        np.asarray(window.target_probs[0]),
+        np.asarray(window.proposal.measure[0]),
+    )
+
+
+def count_first_tokens(decoder, params, first_seed, num_seeds):
+    """First tokens of requests that differ in their seed alone, `[V]` counts."""
+    state = decoder.init(params, checks.prompt_tokens(), max_new_tokens=8)
+
+    @jax.jit
+    def tokens(params, state, seeds):
+        def one(seed):
+            key = strata._rng.request_key(seed)
+            request = dataclasses.replace(state, request_key=key)
+            return decoder.step(params, request)[1].verdict.tokens[0]
+
+        return jax.lax.map(one, seeds)
+
+    seeds = jnp.arange(first_seed, first_seed + num_seeds, dtype=jnp.uint32)
+    found = np.asarray(tokens(params, state, seeds))
+    assert (found >= 0).all()
+    return np.bincount(found, minlength=256)
+
+
+def row_decoder(wrap, gate):
+    """Draw, gate and verify on the bundled model's first row, without the model."""
+    _, _, p, q = first_row()
+    length = len(checks.prompt_tokens())
+    script = np.zeros((length + 1, 256), np.float32)
+    script[length] = q / q.sum(dtype=np.float64)
+    target = targets.tabular(256, max_length=LAW_LENGTH, order=0)
+    drafter = wrap(drafters.scripted(script, num_draft_tokens=1))
+    decoder = strata.speculative_decoder(target, drafter, gate, verifiers.token())
+    return decoder, targets.TabularParams(jnp.log(jnp.asarray(p)))
+
+
+def test_first_token_law_and_its_control():
+    target, params, p, q = first_row()
+    bias = np.where(q < THRESHOLD, q, 0).sum()
+    assert 0.05 < bias < 0.95  # the gate has something to do on this row
+    decoder = strata.speculative_decoder(
+        target,
+        drafters.mtp(num_draft_tokens=1),
+        gates.picked(THRESHOLD),
+        verifiers.token(),
+    )
+    counts = count_first_tokens(decoder, params, 0, NUM_STEPS)
+    through_step = diagnostics.chi_square(counts, p)
+    decoder, tables = row_decoder(lambda drafter: drafter, gates.picked(THRESHOLD))
+    counts = counts + count_first_tokens(
+        decoder, tables, NUM_STEPS, NUM_SEEDS - NUM_STEPS
+    )
+    ours = diagnostics.chi_square(counts, p)
+    control, tables = row_decoder(
+        lambda drafter: audit.negative_controls.unaccounted_gate(drafter, THRESHOLD),
+        gates.always(),
+    )
+    wrong = count_first_tokens(control, tables, 0, NUM_SEEDS)
+    biased = diagnostics.chi_square(wrong, p)
+    print(
+        f"\nfirst token, false-alarm rate {FALSE_ALARM}: {NUM_STEPS} through step "
+        f"p-value {through_step.p_value:.3g}; {counts.sum()} in all {ours.p_value:.3g}; "
+        f"unaccounted gate {biased.p_value:.3g}, total variation "
+        f"{diagnostics.total_variation(wrong / wrong.sum(), p):.4f}"
+    )
+    assert counts.sum() == wrong.sum() == NUM_SEEDS
+    assert through_step.p_value > FALSE_ALARM
+    assert ours.p_value > FALSE_ALARM
+    assert biased.p_value < FALSE_ALARM
