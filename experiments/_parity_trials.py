@@ -235,8 +235,8 @@ def run_alone(bank: Any, inputs: LayerInputs, num_rows: int) -> np.ndarray:
             mode="singleton",
         )
         strata.raise_if_failed(status)
-        outputs.append(np.asarray(output[0]))
-    return np.stack(outputs)
+        outputs.append(np.asarray(output))
+    return np.concatenate(outputs)
 
 
 def run_windows(
@@ -267,8 +267,8 @@ def run_windows(
         )
         strata.raise_if_failed(status)
         if before is not None and cache is not None:
-            num_brought += np.sum(np.asarray(before.expert != cache.expert))
-        tallies[width] += compare(np.asarray(outputs[:width]), expected[rows])
+            num_brought += np.sum(np.asarray(before.expert) != np.asarray(cache.expert))
+        tallies[width] += compare(np.asarray(outputs)[:width], expected[rows])
         start += width
     return tallies, int(num_brought)
 

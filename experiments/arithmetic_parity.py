@@ -186,6 +186,7 @@ def _progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
                     bar.set_description_str(f"{name}: {text}")
 
                 yield advance
+                bar.update(total - bar.n)
             return
     last = (-1, 0.0)
 
@@ -219,9 +220,7 @@ def _write_text(path: pathlib.Path, text: str) -> None:
 
 
 def _choose_configurations() -> list[trials.Configuration]:
-    known = {
-        configuration.name: configuration for configuration in trials.CONFIGURATIONS
-    }
+    known = {each.name: each for each in trials.CONFIGURATIONS}
     names = _CONFIGURATIONS.value
     if names is None:
         names = _SMOKE_CONFIGURATIONS if _SMOKE.value else known
@@ -334,7 +333,7 @@ def _parse_flags(argv: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Runs the command line."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}; see --help")
+        raise app.UsageError(f"unknown arguments {argv[1:]}; see --help", exitcode=2)
     # Backends that are not there are no news.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     if _PLATFORM.value:

@@ -163,7 +163,6 @@ def export(
         config,
         models.pack_model_experts(params, layout),
         matrix_format=_MATRIX_FORMAT.value,
-        metadata={"license": "Apache-2.0"},
     )
     return models.unpack_model_experts(checkpoints.load_packed_model(path)[1])
 
@@ -179,6 +178,17 @@ def _write_card(folder: pathlib.Path, report: dict[str, Any]) -> None:
         for name, value in sorted(shipped["held_out"].items())
         if name.startswith("overlap_")
     ]
+    if _CORPUS.value is None:
+        data = (
+            f"{corpus['source']}: the works of William Shakespeare, in the public "
+            "domain, in the texts of Project Gutenberg without its own words"
+        )
+        licence = "Apache-2.0"
+        style = "it writes something like Shakespeare and knows nothing"
+    else:
+        data, licence = corpus["source"], "as its data allow"
+        style = "it writes something like its data and knows nothing"
+    cores = f"{os.cpu_count()} {platform.machine().replace('_', '-')} cores"
     lines = [
         "# Model card",
         "",
@@ -186,22 +196,18 @@ def _write_card(folder: pathlib.Path, report: dict[str, Any]) -> None:
         f"{model['num_layers']} layers of width {model['hidden_size']}, each with "
         f"{model['num_experts']} experts of which a token visits "
         f"{model['num_experts_per_token']}, and a multi-token-prediction head of one "
-        "such layer. It exists so that every script, test and notebook of strata_jax "
-        "has a real model at hand; it writes something like Shakespeare and knows "
-        "nothing.",
+        f"such layer; {style}.",
         "",
         "| | |",
         "|---|---|",
-        f"| Data | {corpus['source']}, SHA-256 {corpus['sha256']}: the works of "
-        "William Shakespeare, in the public domain, without the words that Project "
-        "Gutenberg put around them |",
+        f"| Data | {data}; SHA-256 {corpus['sha256']} |",
         f"| Training text | {corpus['training_bytes']:,} bytes |",
         f"| Held out | {corpus['held_out_bytes']:,} bytes: {held_out} |",
-        "| Licence of the weights | Apache-2.0 |",
+        f"| Licence of the weights | {licence} |",
         f"| Training | {report['configuration']['steps']} steps of "
         f"{report['configuration']['batch']} windows of "
         f"{report['configuration']['length']} bytes, {report['seconds'] / 60:.0f} "
-        "minutes on two x86-64 cores |",
+        f"minutes on {cores} |",
         f"| Formats | experts {shipped['expert_format']}"
         f"{', folded' if shipped['is_folded'] else ''}; other matrices "
         f"{shipped['matrix_format']}; norms and routers float32 |",

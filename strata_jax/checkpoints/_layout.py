@@ -107,7 +107,9 @@ def check_layout(
         )
 
 
-def read_layout(layout: Any, read: Callable[[str], np.ndarray], dtype: np.dtype) -> Any:
+def read_layout(
+    layout: _Params, read: Callable[[str], np.ndarray], dtype: np.dtype
+) -> _Params:
     """Reads every tensor of a layout once.
 
     Args:

@@ -98,7 +98,9 @@ def load_packed_model(path: str | os.PathLike[str]) -> tuple[MoeConfig, MoeParam
     path = pathlib.Path(path)
     header = read_metadata(path)
     if header.get("format") != _FORMAT:
-        raise ValueError(f"{path}: not a packed model: use checkpoints.load_safetensors")
+        raise ValueError(
+            f"{path}: not a packed model: use checkpoints.load_safetensors"
+        )
     try:
         config = MoeConfig(**json.loads(header["config"]))
         draft = json.loads(header["draft_head"])
@@ -118,7 +120,9 @@ def load_packed_model(path: str | os.PathLike[str]) -> tuple[MoeConfig, MoeParam
     tensors = read_safetensors(path)
     wanted = _named_leaves(skeleton)
     faults = [f"missing: {name}" for name in wanted if name not in tensors]
-    faults += [f"not part of this model: {name}" for name in tensors if name not in wanted]
+    faults += [
+        f"not part of this model: {name}" for name in tensors if name not in wanted
+    ]
     arrays = {}
     for name in wanted.keys() & tensors.keys():
         shape, stored = wanted[name].shape, tensors[name]

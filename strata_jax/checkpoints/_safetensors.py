@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import pathlib
@@ -98,7 +99,8 @@ def save_safetensors(
       ValueError: naming the tensor or the metadata entry that cannot be stored;
         nothing is written then.
 
-    Exactness: neither; `read_safetensors` gives the same values bit for bit.
+    Exactness: neither; `read_safetensors` gives the same values bit for bit, and the
+      same content the same bytes.
     """
     path = pathlib.Path(path)
     arrays = {}
@@ -121,6 +123,21 @@ def save_safetensors(
             arrays, temporary, metadata=dict(metadata) if metadata else None
         )
         temporary.chmod(mode)
+        _sort_header(temporary)
+
+
+def _sort_header(path: pathlib.Path) -> None:
+    # The package writes metadata in a random order; equal content shall be equal bytes.
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        if _METADATA in header:
+            header[_METADATA] = dict(sorted(header[_METADATA].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        # The same pieces in another order; the format pads with blanks.
+        assert len(text) <= length
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 @contextlib.contextmanager

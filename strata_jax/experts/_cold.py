@@ -15,6 +15,7 @@ import logging
 import os
 import pathlib
 import uuid
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -61,11 +62,11 @@ class ExpertFile:
         self.path = pathlib.Path(path)
         self.last_fault: str | None = None
         self._descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
         self._size = os.fstat(self._descriptor).st_size
         try:
             self._file = safetensors.safe_open(str(self.path), framework="numpy")
         except (safetensors.SafetensorError, OSError) as error:
-            os.close(self._descriptor)
             raise ValueError(
                 f"{self.path}: truncated, damaged, or no expert file: {error}"
             ) from error
@@ -81,13 +82,14 @@ class ExpertFile:
                 f"expected {fingerprint}): it was swapped, or belongs to another model"
             )
         try:
-            self._checksums: dict[str, int] = json.loads(header["checksums"])
+            self._checksums: dict[str, int] = dict(json.loads(header["checksums"]))
             self._layers = [
                 _parse_layer(layer) for layer in json.loads(header["layers"])
             ]
+            sizes = self._tensor_sizes()
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{self.path}: damaged header: {error!r}") from error
-        self._check_tensors()
+        self._check_tensors(sizes)
 
     @property
     def num_layers(self) -> int:
@@ -149,18 +151,22 @@ class ExpertFile:
             status = Status.EXPERT_FAULT
         return words, np.asarray(status.value, np.int32)
 
-    def _check_tensors(self) -> None:
-        found = {
-            name: tuple(self._file.get_slice(name).get_shape())
-            for name in self._file.keys()
-        }
-        expected = {}
+    def _tensor_sizes(self) -> dict[str, int]:
+        result = {}
         for layer, (shape, index) in enumerate(self._layers):
             for expert, layout in enumerate(index):
                 sizes = shape.layouts[layout].num_words(
                     shape.hidden_size, shape.expert_size
                 )
-                expected[_name(layer, expert)] = (sum(sizes),)
+                result[_name(layer, expert)] = sum(sizes)
+        return result
+
+    def _check_tensors(self, sizes: dict[str, int]) -> None:
+        found = {}
+        for name in self._file.keys():
+            tensor = self._file.get_slice(name)
+            found[name] = (tensor.get_dtype(), tuple(tensor.get_shape()))
+        expected = {name: ("U32", (size,)) for name, size in sizes.items()}
         faults = [
             f"{name}: {found.get(name, 'missing')}, expected {shape}"
             for name, shape in expected.items()

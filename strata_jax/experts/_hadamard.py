@@ -1,8 +1,8 @@
 """Hadamard-folded inputs: weights that are stored turned, and inputs turned to match.
 
-With H the block-diagonal Sylvester matrix over sqrt(128), which is symmetric and its own
-inverse, and D = diag(signs): W x = (W D H) (H D x). The product on the left has no
-outliers left and is what is quantised; the input is transformed once per token and
+H, block-diagonal with Sylvester matrices over sqrt(128), is symmetric and its own
+inverse. So with D = diag(signs), W x = (W D H) (H D x). The left product has fewer
+outliers than W and is what is quantised; the input is transformed once per token and
 layer, for all experts with the same signs.
 
 References:
@@ -26,7 +26,7 @@ _SCALE = _BLOCK_SIZE**-0.5
 
 
 def hadamard(values: jax.Array) -> jax.Array:
-    """Multiplies by the natural-order Sylvester matrix over sqrt(128), by blocks of 128.
+    """Multiplies blocks of 128 by the natural-order Sylvester matrix over sqrt(128).
 
     Args:
       values: `[..., I]` float32, I a multiple of 128.

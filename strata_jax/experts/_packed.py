@@ -248,6 +248,11 @@ def pack_experts(
     num_experts, expert_size, hidden_size = weights.gate.shape
     if isinstance(layouts, ExpertLayout):
         layouts = [layouts] * num_experts
+    if not all(isinstance(layout, ExpertLayout) for layout in layouts):
+        raise ValueError(
+            f"layouts must be ExpertLayout, got {layouts!r}: make them with "
+            "uniform_layout"
+        )
     if len(layouts) != num_experts:
         raise ValueError(
             f"layouts has {len(layouts)} entries for {num_experts} experts: give one "

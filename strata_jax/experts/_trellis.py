@@ -1,9 +1,10 @@
 """Trellis-coded weights: K bits each, decoded from a window of 16.
 
-A packed matrix is one word with the bits of its float32 scale, then its tiles of 16 x 16
-weights in row-major order, row-major inside as well. A tile is a ring of 256 K bits in
-little-endian order. The state of weight t is the window of 16 bits that ends with bits
-[tK, tK + K), its own; the weight is the scale times the state's value in a codebook.
+A packed matrix is one word with the bits of its float32 scale, then its tiles of
+16 x 16 weights in row-major order, row-major inside as well. A tile is a ring of 256 K
+bits in little-endian order. The state of weight t is the window of 16 bits that ends
+with bits [tK, tK + K), its own; the weight is the scale times the state's value in a
+codebook.
 
 References:
   Tseng et al., `QTIP: Quantization with Trellises and Incoherence Processing
@@ -39,7 +40,7 @@ def encode(weights: np.ndarray, num_bits: int, codebook: Codebook) -> np.ndarray
     own = states >> np.uint32(_STATE_BITS - num_bits)
     bits = own[:, :, None] >> np.arange(num_bits, dtype=np.uint32) & 1
     packed = np.packbits(bits.reshape(-1).astype(np.uint8), bitorder="little")
-    return np.concatenate([scale[None].view(np.uint32), packed.view("<u4")])
+    return np.concatenate([np.array([scale]).view(np.uint32), packed.view("<u4")])
 
 
 def _round_scale(scale: float) -> np.float32:

@@ -248,7 +248,8 @@ def _experts(
     """Sends every token `[N, D]` through its experts; also the balance loss."""
     experts, weights, probs = route(config, layer.router, states)
     num_experts, per_token = config.num_experts, config.num_experts_per_token
-    is_sent = experts[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
+    expert = jnp.arange(num_experts, dtype=jnp.int32)
+    is_sent = experts[..., None] == expert[None, None]
     share = jnp.mean(jnp.any(is_sent, axis=1).astype(states.dtype), axis=0)
     balance = num_experts * jnp.sum(share * jnp.mean(probs, axis=0)) / per_token
     outputs = _in_blocks(layer.experts, states, experts)
@@ -275,7 +276,7 @@ def _in_blocks(
     block = min(_BLOCK, flat.shape[0])
     num_blocks = flat.shape[0] // block + num_experts
     # An expert's assignments fill whole blocks; the last one of each is padded.
-    is_sent = flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32)
+    is_sent = flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None]
     rank = jnp.cumsum(is_sent.astype(jnp.int32), axis=0) - 1
     counts = rank[-1] + 1
     ends = jnp.cumsum((counts + block - 1) // block)

@@ -1,4 +1,4 @@
-"""Loading and saving models of the Qwen3-MoE family, and their draft heads."""
+"""Loading the Qwen3-MoE family and its draft heads; saving models of all families."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Formats: bytes and values of the `gguf` package, and the same bits in every program."""
+"""Formats: the bytes and values of `gguf`, and the same bits in every program."""
 
 import warnings
 
@@ -93,9 +93,7 @@ def test_unknown_name():
     ],
 )
 def test_number_of_words(name, sizes, wanted):
-    each = experts.FORMATS[name]
-    assert each.num_words(*sizes) == wanted
-    assert each.encode(normal(0, *sizes)).shape == (wanted,)
+    assert experts.FORMATS[name].num_words(*sizes) == wanted
 
 
 @pytest.mark.parametrize(
@@ -182,27 +180,28 @@ def hard_blocks():
         # Just below a tie: adding a half first would round up.
         np.where(line == 0, 127, 0.49999997),
     ]
-    return np.stack(blocks).astype(np.float32)
+    rows = np.stack(blocks).astype(np.float32)
+    return np.resize(rows, (len(rows) // 4, 128))
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_bytes_and_values_are_those_of_gguf(name):
     hard = hard_blocks()
-    if name == "q4_0":
-        # 30000 * 16 / 8 still fits; q4_1 stores the least weight itself.
-        assert np.abs(hard).max() == 480000
     if name == "q4_1":
-        hard = hard[np.abs(hard).max(axis=1) < 65504]
+        # It stores the least weight itself.
+        hard = np.maximum(hard, -65504)
     each, kind = experts.FORMATS[name], KINDS[name]
-    for weights in (hard, normal(5, 48, 96), np.exp(4 * normal(6, 32, 128))):
+    decode = jax.jit(each.decode, static_argnums=(1, 2))
+    heavy_tails = normal(6, *hard.shape) ** 5
+    for weights in (hard, normal(5, *hard.shape), heavy_tails):
         words = each.encode(weights)
         wanted = gguf.quants.quantize(weights, kind)
         np.testing.assert_array_equal(words, as_words(wanted))
         values = gguf.quants.dequantize(wanted, kind)
         assert_same_bits(each.reference(words, *weights.shape), values)
-        assert_same_bits(each.decode(jnp.asarray(words), *weights.shape), values)
+        assert_same_bits(decode(words, *weights.shape), values)
         # An encoder that rounds otherwise is seen.
-        other = each.encode(np.nextafter(weights, np.float32(np.inf)) * 1.01)
+        other = each.encode(weights * np.float32(0.99))
         assert np.any(other != words)
 
 

@@ -9,8 +9,6 @@ import sys
 
 import pytest
 
-from strata_jax import checkpoints
-
 ROOT = pathlib.Path(__file__).parents[2]
 LINES = "".join(f"Line {n} has {n * n} sheep, and {n % 7} wolves.\n" for n in range(99))
 
@@ -43,6 +41,10 @@ def train_bundled(*arguments, timeout=300):
     )
 
 
+def hash_of(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A whole small run: its folder, its text and what it printed."""
@@ -57,11 +59,12 @@ def finished(tmp_path_factory):
 def test_smoke_run(finished):
     out, text, result = finished
     assert sorted(path.name for path in out.iterdir()) == [
-        *("loss.png", "training.json", "training.safetensors", "weights.safetensors")
+        *("README.md", "loss.png", "model.safetensors"),
+        *("training.json", "training.safetensors"),
     ]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads((out / "training.json").read_text())
-    assert report["corpus"]["sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
+    assert report["corpus"]["sha256"] == hash_of(text)
     sizes = (report["corpus"]["training_bytes"], report["corpus"]["held_out_bytes"])
     assert sum(sizes) == len(LINES)
     assert 0.04 < sizes[1] / len(LINES) <= 0.05
@@ -70,20 +73,20 @@ def test_smoke_run(finished):
     assert history["held_out_step"] == [12, 24]
     assert history["held_out_loss"][1] < history["held_out_loss"][0]
     assert report["held_out"]["loss"] == pytest.approx(history["held_out_loss"][1])
-    assert f"next_token: {report['held_out']['next_token']:.4f}" in result.stdout
+    shipped = report["shipped"]
+    assert shipped["sha256"] == hash_of(out / "model.safetensors")
+    assert f"next_token: {shipped['held_out']['next_token']:.4f}" in result.stdout
     assert {"jax", "optax", "strata_jax"} <= report["versions"].keys()
-    weights = checkpoints.read_safetensors(out / "weights.safetensors")
-    assert sum(leaf.size for leaf in weights.values()) == report["num_parameters"]
     assert "step 24/24" in result.stderr  # lines, as there is no terminal
 
 
 def test_finished_run_is_not_run_again(finished):
     out, text, _ = finished
-    before = (out / "weights.safetensors").read_bytes()
+    before = hash_of(out / "model.safetensors")
     result = train_bundled("--smoke", "--corpus", text, "--out", out)
     assert result.returncode == 0, result.stderr
     assert "step 24 of 24" in result.stdout
-    assert (out / "weights.safetensors").read_bytes() == before
+    assert hash_of(out / "model.safetensors") == before
     assert json.loads((out / "training.json").read_text())["resumed_from"] == 24
 
 

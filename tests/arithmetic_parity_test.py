@@ -1,0 +1,112 @@
+"""The arithmetic parity script: a small run, going on with it, and its refusals."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = ["q8_0-hadamard-cold", "q4_0-host"]
+
+
+def arithmetic_parity(*arguments):
+    return subprocess.run(
+        [
+            sys.executable,
+            ROOT / "experiments" / "arithmetic_parity.py",
+            "--platform=cpu",
+            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
+            *map(str, arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole small run: its folder, its report and what it printed."""
+    out = tmp_path_factory.mktemp("parity") / "out"
+    result = arithmetic_parity("--smoke", "--out", out)
+    assert result.returncode == 0, result.stderr
+    return out, json.loads((out / "arithmetic_parity.json").read_text()), result
+
+
+def test_nothing_differs_but_the_control(finished):
+    _, report, _ = finished
+    assert list(report["configurations"]) == NAMES
+    for entry in report["configurations"].values():
+        exact, parts = entry["exact"], entry["parts"]
+        assert exact["num_different"] == exact["num_not_finite"] == 0
+        assert list(parts) == ["windows", "windows_shared", "alone", "model"]
+        for part in ("windows", "windows_shared"):
+            assert list(parts[part]) == [str(width) for width in range(1, 9)]
+            compared = sum(tally["num_compared"] for tally in parts[part].values())
+            assert compared >= report["settings"]["comparisons"] == 36_864
+        assert parts["alone"]["1"]["num_compared"] > 0
+        assert sum(tally["num_compared"] for tally in parts["model"].values()) > 0
+        # What the exact parts pass, the same rows in shared products do not.
+        for control in entry["control"].values():
+            assert control["num_not_finite"] == 0
+            assert 0.5 < control["share"] <= 1
+            assert control["largest_difference"] > 0
+        assert entry["num_jobs_of_several_rows"] > 0
+    assert report["configurations"]["q4_0-host"]["num_brought_into_cache"] > 0
+
+
+def test_report(finished):
+    out, report, result = finished
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("arithmetic_parity.json", "arithmetic_parity.md")
+    ]
+    settings = report["settings"]
+    assert settings["seed"] == 0
+    assert settings["model"]["hidden_size"] == settings["model"]["expert_size"] == 256
+    assert {"jax", "jaxlib", "strata_jax"} <= settings["versions"].keys()
+    page = (out / "arithmetic_parity.md").read_text()
+    hashes = set()
+    for name, entry in report["configurations"].items():
+        compared = f"{entry['exact']['num_compared']:,}"
+        assert f"| {name} | {entry['num_cached']} | {compared} | 0 |" in page
+        assert name in result.stdout and compared in result.stdout
+        assert name in result.stderr  # the progress
+        assert len(entry["inputs_sha256"]) == 64
+        hashes.add(entry["inputs_sha256"])
+    assert len(hashes) == len(NAMES)
+
+
+def test_finished_configurations_are_skipped_and_faults_reported(finished, tmp_path):
+    _, report, _ = finished
+    # Results that no run gives: they are kept, so nothing was computed again.
+    first, second = report["configurations"].values()
+    first["exact"]["num_different"] = 7
+    second["control"]["model"]["num_different"] = 0
+    path = tmp_path / "arithmetic_parity.json"
+    path.write_text(json.dumps(report))
+    result = arithmetic_parity("--smoke", "--out", tmp_path)
+    assert result.returncode == 1
+    assert "2 of 2 configurations are done" in result.stdout
+    assert f"{NAMES[0]}: 7 values differ from the singleton" in result.stderr
+    assert f"{NAMES[1]}: the control does not differ (model)" in result.stderr
+    assert json.loads(path.read_text()) == report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--comparisons", "0"], "--comparisons must be at least 1"),
+        (["--configurations", "q8_0-resident,q9"], "--configurations must be of"),
+        (["--seed", "one"], "--seed=one"),
+        (["--smoke", "--seed", "1"], "is of another run (seed: 0 there, 1 here)"),
+    ],
+)
+def test_refuses(finished, arguments, match):
+    result = arithmetic_parity("--out", finished[0], *arguments)
+    assert result.returncode == 2
+    assert match in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not result.stdout.strip()

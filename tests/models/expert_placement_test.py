@@ -1,0 +1,352 @@
+"""Where experts live: it may change the speed of a model, and no bit of its logits."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import strata_jax as strata
+from strata_jax import drafters, experts, models, targets
+from strata_jax.experts import (
+    ColdExperts,
+    ExpertFile,
+    ExpertLayout,
+    ExpertWeights,
+    PackedExperts,
+    uniform_layout,
+)
+
+# Wide enough that a batched product has other bits than that of one token.
+CONFIG = models.MoeConfig(
+    vocab_size=61,
+    hidden_size=256,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    num_experts=6,
+    num_experts_per_token=2,
+    expert_size=256,
+    max_position=128,
+)
+LAYOUTS = [
+    uniform_layout("q8_0"),
+    ExpertLayout(gate="q4_1", up="q8_0", down="q4_0", is_folded=True, seed=5),
+] * 3
+PROMPT, NUM_TOKENS = [3, 14, 15, 9, 2], 24
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@functools.cache
+def plain_params():
+    return models.random_moe_params(CONFIG, jax.random.key(8), with_mtp=False)
+
+
+@functools.cache
+def packed_params():
+    return models.pack_model_experts(plain_params(), LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def find_params(tmp_path_factory):
+    path = tmp_path_factory.mktemp("placement") / "experts.safetensors"
+
+    @functools.cache
+    def find(tier):
+        if tier == "host":
+            return models.experts_on_host(packed_params())
+        if tier == "disk":
+            return models.experts_on_disk(packed_params(), path)[0]
+        return packed_params()
+
+    return find
+
+
+def decode(decoder, params):
+    """The tokens of a request, and p of every row that one was chosen from."""
+    state = decoder.init(params, PROMPT, seed=3, max_new_tokens=NUM_TOKENS)
+    state, windows = strata.decode(decoder, params, state, NUM_TOKENS, trace=True)
+    num_emitted = np.asarray(windows.verdict.num_emitted)
+    probs = np.asarray(windows.target_probs)
+    rows = [probs[index, :size] for index, size in enumerate(num_emitted)]
+    return strata.output_tokens(state), np.concatenate(rows)
+
+
+@functools.cache
+def plain_decoding():
+    target = targets.singleton(CONFIG, max_length=128, prefill_chunk=4)
+    return decode(strata.ancestral_decoder(target), packed_params())
+
+
+@functools.cache
+def make_decoder(num_cached_experts, expert_mode):
+    """Drafts what plain decoding says, and every fourth token wrong."""
+    tokens, _ = plain_decoding()
+    script = np.zeros((len(PROMPT) + NUM_TOKENS, CONFIG.vocab_size), np.float32)
+    for index, token in enumerate(tokens):
+        wrong = (token + 1) % CONFIG.vocab_size if index % 4 == 3 else token
+        script[len(PROMPT) + index, wrong] = 1
+    target = targets.singleton(
+        CONFIG,
+        max_length=128,
+        prefill_chunk=3,
+        expert_mode=expert_mode,
+        num_cached_experts=num_cached_experts,
+    )
+    return strata.speculative_decoder(
+        target, drafters.scripted(script, num_draft_tokens=3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("tier", "num_cached_experts", "expert_mode"),
+    [
+        ("disk", 2, "shared"),
+        ("host", 2, "singleton"),
+        pytest.param("device", 0, "shared", marks=pytest.mark.slow),
+        pytest.param("device", 2, "singleton", marks=pytest.mark.slow),
+        pytest.param("host", 0, "shared", marks=pytest.mark.slow),
+        pytest.param("host", 6, "shared", marks=pytest.mark.slow),
+        pytest.param("disk", 0, "singleton", marks=pytest.mark.slow),
+        pytest.param("disk", 6, "singleton", marks=pytest.mark.slow),
+    ],
+)
+def test_every_place_has_the_bits_of_plain_decoding(
+    find_params, tier, num_cached_experts, expert_mode
+):
+    decoder = make_decoder(num_cached_experts, expert_mode)
+    tokens, rows = decode(decoder, find_params(tier))
+    expected_tokens, expected_rows = plain_decoding()
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    np.testing.assert_array_equal(rows, expected_rows)
+
+
+def test_a_layer_reads_once_in_a_window(find_params, monkeypatch):
+    asked = []
+    read = ExpertFile.read
+
+    def count(self, layer, wanted, num_words):
+        asked.append((layer, [i for i in np.asarray(wanted).tolist() if i >= 0]))
+        return read(self, layer, wanted, num_words)
+
+    monkeypatch.setattr(ExpertFile, "read", count)
+    decoder, params = make_decoder(2, "shared"), find_params("disk")
+    state = decoder.init(params, PROMPT, seed=3, max_new_tokens=NUM_TOKENS)
+    jax.block_until_ready(state)
+    asked.clear()
+    state, windows = strata.decode(decoder, params, state, NUM_TOKENS, trace=True)
+    num_windows = int((np.asarray(windows.verdict.num_emitted) > 0).sum())
+    assert num_windows < NUM_TOKENS
+    for layer in range(CONFIG.num_layers):
+        # One for the window's jobs, and one if the cache changes.
+        reads = [wanted for index, wanted in asked if index == layer]
+        assert 1 <= len(reads) <= 2 * num_windows
+    for _, wanted in asked:
+        assert wanted
+        assert len(set(wanted)) == len(wanted)
+
+
+def test_experts_that_change_places_are_seen(find_params):
+    params = find_params("disk")
+    first, second = params.layers
+    swapped = first.replace(router=jnp.roll(first.router, 2, axis=0))
+    params = params.replace(layers=(swapped, second))
+    _, rows = decode(make_decoder(2, "shared"), params)
+    _, expected = plain_decoding()
+    assert (rows[0] != expected[0]).any()
+
+
+def test_a_step_lowers_for_every_platform_unless_experts_are_cold(find_params):
+    decoder = make_decoder(2, "singleton")
+
+    def export(tier, platforms):
+        params = find_params(tier)
+        state = jax.eval_shape(functools.partial(decoder.init, context=PROMPT), params)
+        step = jax.jit(decoder.step)
+        return jax.export.export(step, platforms=platforms)(params, state)
+
+    for tier in ("device", "host"):
+        exported = export(tier, PLATFORMS)
+        assert exported.platforms == PLATFORMS
+        assert "callback" not in exported.mlir_module()
+    with pytest.raises(NotImplementedError, match="callback"):
+        export("disk", ("cpu",)).serialize()
+
+
+def layers_of(params):
+    return [layer.experts for layer in params.layers]
+
+
+SMALL = models.MoeConfig(
+    vocab_size=11,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_token=2,
+    expert_size=64,
+    max_position=64,
+)
+
+
+@functools.cache
+def small_params(with_mtp=True):
+    return models.random_moe_params(SMALL, jax.random.key(0), with_mtp=with_mtp)
+
+
+@functools.cache
+def small_packed(name="q8_0"):
+    return models.pack_model_experts(small_params(), uniform_layout(name))
+
+
+def check_same_arrays(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_packing_and_unpacking_float32_changes_nothing():
+    packed = small_packed("float32")
+    assert all(isinstance(bank, PackedExperts) for bank in layers_of(packed))
+    assert isinstance(packed.mtp.layer.experts, PackedExperts)
+    models.check_moe_params(SMALL, packed)
+    unpacked = models.unpack_model_experts(packed)
+    check_same_arrays(unpacked, small_params())
+    # What is not packed stays as it is, and so does a head that is not there.
+    check_same_arrays(models.unpack_model_experts(small_params()), small_params())
+    headless = models.pack_model_experts(small_params(False), uniform_layout("q8_0"))
+    assert headless.mtp is None
+
+
+def test_unpacked_experts_are_what_the_format_holds():
+    packed = small_packed("q4_1")
+    unpacked = models.unpack_model_experts(packed)
+    bank = packed.layers[1].experts
+    sizes = bank.shape.layouts[0].num_words(32, 64)
+    gate, up, down = np.split(np.asarray(bank.words[3]), np.cumsum(sizes)[:2])
+    reference = experts.find_format("q4_1").reference
+    found = unpacked.layers[1].experts
+    np.testing.assert_array_equal(found.gate[3], reference(gate, 64, 32))
+    np.testing.assert_array_equal(found.up[3], reference(up, 64, 32))
+    np.testing.assert_array_equal(found.down[3], reference(down, 32, 64))
+    # Lossy, but not much.
+    wanted = small_params().layers[1].experts
+    assert (found.gate != wanted.gate).any()
+    np.testing.assert_allclose(found.gate, wanted.gate, atol=0.05)
+
+
+def test_experts_of_the_host_can_be_unpacked():
+    packed = small_packed("q8_0")
+    on_host = models.experts_on_host(packed)
+    for bank in layers_of(on_host):
+        assert bank.is_on_host
+        assert bank.words.sharding.memory_kind == "pinned_host"
+    assert not on_host.mtp.layer.experts.is_on_host
+    models.check_moe_params(SMALL, on_host)
+    check_same_arrays(
+        models.unpack_model_experts(on_host), models.unpack_model_experts(packed)
+    )
+
+
+def test_a_file_is_attached_again_by_its_fingerprint(tmp_path):
+    path = tmp_path / "experts.safetensors"
+    params, file = models.experts_on_disk(small_packed(), path)
+    assert all(isinstance(bank, ColdExperts) for bank in layers_of(params))
+    assert isinstance(params.mtp.layer.experts, PackedExperts)
+    models.check_moe_params(SMALL, params)
+    again = models.attach_expert_file(
+        small_params(), ExpertFile(path, file.fingerprint)
+    )
+    for index, bank in enumerate(layers_of(again)):
+        assert bank.file.path == path
+        assert bank.layer == index
+        words, status = bank.file.read(index, np.arange(4), bank.shape.num_words)
+        assert int(status) == strata.Status.OK
+        np.testing.assert_array_equal(words, small_packed().layers[index].experts.words)
+    assert isinstance(again.mtp.layer.experts, ExpertWeights)
+
+
+def test_experts_that_are_not_packed_are_refused(tmp_path):
+    path = tmp_path / "experts.safetensors"
+    with pytest.raises(ValueError, match="pack_model_experts"):
+        models.experts_on_host(small_params())
+    with pytest.raises(ValueError, match="pack_model_experts"):
+        models.experts_on_disk(small_params(), path)
+    with pytest.raises(ValueError, match="unpack_model_experts"):
+        models.pack_model_experts(small_packed(), uniform_layout("q8_0"))
+    assert list(tmp_path.iterdir()) == []
+    cold, _ = models.experts_on_disk(small_packed(), path)
+    with pytest.raises(ValueError, match="on disk"):
+        models.unpack_model_experts(cold)
+    with pytest.raises(ValueError, match="pack_model_experts"):
+        models.experts_on_disk(cold, path)
+
+
+def test_bad_layouts_are_refused():
+    with pytest.raises(ValueError, match="layouts has 3 entries for 4 experts"):
+        models.pack_model_experts(small_params(), [uniform_layout("q8_0")] * 3)
+    with pytest.raises(ValueError, match="multiple of 128"):
+        models.pack_model_experts(
+            small_params(), uniform_layout("q8_0", is_folded=True)
+        )
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        models.experts_on_disk(small_packed(), tmp_path / "nowhere" / "experts")
+
+
+def test_the_file_of_another_shape_is_named(tmp_path):
+    path = tmp_path / "experts.safetensors"
+    _, file = models.experts_on_disk(small_packed(), path)
+    few = small_params().replace(layers=small_params().layers[:1])
+    with pytest.raises(ValueError, match=f"{path} holds 2 layers, the model has 1"):
+        models.attach_expert_file(few, file)
+    for change in (
+        {"num_experts": 5},
+        {"hidden_size": 64},
+        {"expert_size": 32},
+    ):
+        config = dataclasses.replace(SMALL, **change)
+        other = models.random_moe_params(config, jax.random.key(1), with_mtp=False)
+        other = models.attach_expert_file(other, file)
+        target = targets.singleton(config, max_length=32)
+        decoder = strata.ancestral_decoder(target)
+        with pytest.raises(ValueError, match=rf"{path} have E, F, D = \(4, 64, 32\)"):
+            decoder.init(other, [1, 2])
+
+
+def test_packed_experts_of_another_shape_are_named():
+    target = targets.singleton(
+        dataclasses.replace(SMALL, expert_size=32), max_length=32
+    )
+    with pytest.raises(ValueError, match=r"layers\[0\].experts are packed for F, D"):
+        strata.ancestral_decoder(target).init(small_packed(), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_mode": "batched"}, "not bitwise the singleton's.*targets.batched"),
+        ({"expert_mode": "grouped"}, "expert_mode must be one of .*'grouped'"),
+        ({"num_cached_experts": -1}, "num_cached_experts must be at least 0"),
+        ({"num_cached_experts": 1.5}, "num_cached_experts must be an integer"),
+        ({"num_cached_experts": True}, "num_cached_experts must be an integer"),
+    ],
+)
+def test_bad_options_of_a_target_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        targets.singleton(SMALL, max_length=32, **options)
+
+
+def test_no_more_experts_are_cached_than_there_are():
+    params = models.experts_on_host(small_packed())
+    target = targets.singleton(SMALL, max_length=32, num_cached_experts=100)
+    state = jax.eval_shape(target.init, params)
+    assert [cache.expert.shape for cache in state.experts] == [(4,), (4,)]
+    # Nor is anything cached of what is on the device.
+    assert target.init(small_packed()).experts == (None, None)
