@@ -1,6 +1,7 @@
 """The suffix root: eligibility, which rows are whose, and what the base still does."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,37 +57,46 @@ _DRAFTER = drafters.suffix_root(
 )
 
 
+def build(row_fn, carry, gate, context, limit, uniforms, threshold):
+    return drafters.build_proposal(
+        row_fn,
+        carry,
+        num_draft_tokens=_NUM_ROWS,
+        limit=limit,
+        gate=gate,
+        gate_settings={"threshold": threshold},
+        gate_state=(),
+        sampling=sampling_settings(_VOCAB_SIZE),
+        counts=count_tokens(
+            context.tokens, context.length, context.length, _VOCAB_SIZE
+        ),
+        context=context,
+        draft_uniforms=uniforms,
+        gate_uniforms=jnp.zeros(_NUM_ROWS),
+        draft_rule="sample",
+        max_candidates=None,
+        dtype=jnp.float32,
+    )
+
+
 @functools.cache
 def compiled(gate_name):
     gate = getattr(gates, gate_name)()
 
     @jax.jit
     def run(rows, rates, context, limit, uniforms, threshold):
+        records = []
+
         def offer(row_fn, carry):
-            proposal, record, carry = drafters.build_proposal(
-                row_fn,
-                carry,
-                num_draft_tokens=_NUM_ROWS,
-                limit=limit,
-                gate=gate,
-                gate_settings={"threshold": threshold},
-                gate_state=(),
-                sampling=sampling_settings(_VOCAB_SIZE),
-                counts=count_tokens(
-                    context.tokens, context.length, context.length, _VOCAB_SIZE
-                ),
-                context=context,
-                draft_uniforms=uniforms,
-                gate_uniforms=jnp.zeros(_NUM_ROWS),
-                draft_rule="sample",
-                max_candidates=None,
-                dtype=jnp.float32,
+            proposal, record, carry = build(
+                row_fn, carry, gate, context, limit, uniforms, threshold
             )
-            return (proposal, record), carry
+            records.append(record)
+            return proposal, carry
 
         state = _DRAFTER.init(rows, context, None).replace(acceptance_rates=rates)
-        (proposal, record), state = _DRAFTER.propose(rows, state, context, offer)
-        return proposal, record, state
+        proposal, state = _DRAFTER.propose(rows, state, context, offer)
+        return proposal, records[0], state
 
     return run
 
@@ -94,7 +104,7 @@ def compiled(gate_name):
 def propose(
     text,
     rows,
-    uniforms=0.0,
+    uniforms: Any = 0.0,
     *,
     rates=_ALL_ELIGIBLE,
     threshold=0.0,
@@ -364,6 +374,29 @@ def test_random_windows_against_the_rule():
     # Windows of all lengths, with the suffix and with the base, with and without NULL.
     assert {(True, 2, False), (True, 5, False)} < seen
     assert {(False, 5, False), (False, 3, False), (False, 2, True)} < seen
+
+
+def build_one_row(gate, also_admit):
+    def row(carry, step):
+        del step
+        probs = jnp.full(_VOCAB_SIZE, 1 / _VOCAB_SIZE)
+        return carry, DraftRow(probs, jnp.asarray(True), also_admit)
+
+    limit, uniforms = jnp.int32(1), jnp.zeros((_NUM_ROWS, 2))
+    threshold = jnp.asarray(0.0, float)
+    return build(row, (), gate, short_context(), limit, uniforms, threshold)[:2]
+
+
+def test_what_a_row_also_admits_hides_no_fault_of_the_gate():
+    gate = gates.soft(lambda settings, context, probs: jnp.full_like(probs, 2.0))
+    proposal, record = build_one_row(gate, jnp.full(_VOCAB_SIZE, True))
+    assert proposal.kind.tolist() == [_ABSENT] * _NUM_ROWS
+    assert int(record.status) == Status.INVALID_GATE
+
+
+def test_what_a_row_also_admits_has_an_entry_for_each_token():
+    with pytest.raises(ValueError, match="also_admit must have shape"):
+        build_one_row(gates.always(), jnp.full(1, True))
 
 
 def tabular_params(seed):
