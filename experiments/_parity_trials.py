@@ -171,6 +171,11 @@ def _place(params: models.MoeParams, place: str, cold: pathlib.Path) -> Any:
     return params
 
 
+def _on_device(state: Any) -> Any:
+    # As a program's results are, so that the second call does not compile again.
+    return jax.device_put(state, jax.devices()[0])
+
+
 def _draw_widths(rng: np.random.Generator, num_rounds: int) -> np.ndarray:
     rounds = np.tile(np.arange(1, _MAX_WINDOW + 1), (num_rounds, 1))
     return rng.permuted(rounds, axis=1).reshape(-1)
@@ -307,7 +312,7 @@ class Scorer:
     def __init__(self, target: strata.TargetModel, params: Any):
         """Starts with an empty context."""
         self._params = params
-        self._state = target.init(params)
+        self._state = _on_device(target.init(params))
         self._score = jax.jit(target.score, donate_argnums=1)
         self._commit = jax.jit(target.commit, donate_argnums=0)
 
@@ -401,8 +406,10 @@ def run_configuration(
     bank = placed.layers[0].experts
     cache = None
     if configuration.num_cached:
-        cache = experts.empty_expert_cache(
-            configuration.num_cached, resident.shape.num_words, MODEL.num_experts
+        cache = _on_device(
+            experts.empty_expert_cache(
+                configuration.num_cached, resident.shape.num_words, MODEL.num_experts
+            )
         )
 
     show("one row at a time")

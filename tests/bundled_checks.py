@@ -108,7 +108,10 @@ def make_decoder(gate, drafter, *, num_cached_experts=0, verifier=None, K=7):
     source = drafters.mtp(num_draft_tokens=K)
     if drafter == "suffix_root":
         source = drafters.suffix_root(source)
-    return strata.speculative_decoder(target, source, GATES[gate](), verifier)
+    # Drawn from q, so that point masses are the suffix rows.
+    return strata.speculative_decoder(
+        target, source, GATES[gate](), verifier, draft_rule="sample"
+    )
 
 
 def prompt_tokens():
