@@ -25,16 +25,24 @@ def generate(*arguments, timeout=300):
     )
 
 
-def test_generate_streams_verifies_and_reports(tmp_path):
+BUNDLED = ("--drafter", "mtp")
+SMOLLM2 = (
+    *("--model", "smollm2", "--drafter", "layer_skip", "--layers", "0,1,2,11,28,29"),
+)
+
+
+@pytest.mark.parametrize(
+    "model", [BUNDLED, pytest.param(SMOLLM2, marks=pytest.mark.slow)]
+)
+def test_generate_streams_verifies_and_reports(model, tmp_path):
     out = tmp_path / "run.json"
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("The capital of France is")
     result = generate(
-        *("--model", "smollm2", "--prompt_file", str(prompt)),
-        *("--temperature", "0.8", "--drafter", "layer_skip", "--verifier", "token"),
+        *(*model, "--prompt_file", str(prompt)),
+        *("--temperature", "0.8", "--verifier", "token"),
         *("--gate", "picked", "--threshold", "0.3", "--num_draft_tokens", "3"),
         *("--seed", "0", "--max_new_tokens", "12", "--max_length", "128"),
-        *("--layers", "0,1,2,11,28,29"),
         *("--verify_target", "--out", str(out)),
     )
     assert result.returncode == 0, result.stderr
@@ -75,11 +83,14 @@ def test_generate_nothing():
         (["--prompt", "a", "--temperature", "-1"], "temperature must be in"),
         (["--prompt", "a", "--gate", "picked", "--threshold", "1.5"], "threshold"),
         (["--prompt", "a", "--top_k", "-2"], "top_k"),
-        (["--prompt", ""], "context is empty"),
-        (["--prompt", "a", "--max_length", "1000000"], "takes at most 8192"),
+        (["--prompt", "", "--model", "smollm2"], "context is empty"),
+        (["--prompt", "a", "--max_length", "1000000"], "takes at most 1024"),
         (["--prompt", "a", "--threshold", "0.5"], "--threshold has no use"),
         (["--prompt", "a", "--layers", "0,1"], "--layers has no use"),
         (["--prompt", "a", "--out", "/"], "that is a folder"),
+        (["--prompt", "a", "--chat"], "knows no chats"),
+        (["--prompt", "a", "--drafter", "layer_skip"], "is no llama"),
+        (["--prompt", "a", "--drafter", "mtp", "--model", "smollm2"], "no draft head"),
     ],
 )
 def test_generate_refuses(arguments, match):

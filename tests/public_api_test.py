@@ -14,12 +14,14 @@ PACKAGES = (
     "checkpoints",
     "diagnostics",
     "drafters",
+    "experts",
     "gates",
     "measures",
     "models",
     "sampling",
     "targets",
     "testing",
+    "training",
     "verifiers",
 )
 

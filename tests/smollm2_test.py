@@ -103,7 +103,7 @@ def test_first_logits_agree_with_transformers(model):
     assert tokenizer.encode("The capital of France is") == prompt.tolist()
     target = targets.singleton(config, max_length=MAX_LENGTH)
     last = len(prompt) - 1
-    state = jax.jit(target.prefill)(
+    state, _ = jax.jit(target.prefill)(
         params, target.init(params), prompt, jnp.int32(0), jnp.int32(last)
     )
     rows, _ = jax.jit(target.score)(
@@ -178,7 +178,14 @@ def plain_tokens(model):
     return prompt, tokens
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+# The default run takes the drafter that is a model.
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        pytest.param(name, marks=() if "layer_skip" in name else pytest.mark.slow)
+        for name in CONFIGURATIONS
+    ],
+)
 def test_exact_match_emits_the_tokens_of_plain_decoding(
     model, plain_tokens, configuration
 ):

@@ -59,7 +59,7 @@ def compare_with_singleton(
         padded = np.zeros(target.max_length, np.int32)
         padded[: len(prompt_tokens)] = prompt_tokens
         state = target.init(params)
-        return prefill(params, state, padded, _int(0), _int(first))
+        return prefill(params, state, padded, _int(0), _int(first))[0]
 
     state = start()
     expected = []

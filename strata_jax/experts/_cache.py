@@ -38,7 +38,18 @@ class CacheSource(Protocol):
 
 
 def empty_expert_cache(num_slots: int, num_words: int, num_experts: int) -> ExpertCache:
-    """Returns a cache of R slots that holds nothing."""
+    """Returns a cache that holds nothing.
+
+    Args:
+      num_slots: R, experts to keep.
+      num_words: W, words of one expert.
+      num_experts: E.
+
+    Returns:
+      The cache.
+
+    Exactness: not concerned.
+    """
     return ExpertCache(
         words=jnp.zeros((num_slots, num_words), jnp.uint32),
         expert=jnp.full(num_slots, -1, jnp.int32),
@@ -55,7 +66,18 @@ def find_slot(cache: ExpertCache, expert: jax.Array) -> tuple[jax.Array, jax.Arr
 def count_uses(
     cache: ExpertCache, experts: jax.Array, num_rows: jax.Array
 ) -> ExpertCache:
-    """Counts the routing `[T, k]` of the first `num_rows` rows, the committed ones."""
+    """Counts the experts that committed rows used.
+
+    Args:
+      cache: the cache.
+      experts: `[T, k]` int32, the routing of a window.
+      num_rows: [] int32, rows that were kept; the others do not count.
+
+    Returns:
+      The cache.
+
+    Exactness: statistics only.
+    """
     row = jnp.arange(experts.shape[0], dtype=jnp.int32)
     kept = jnp.where((row < num_rows)[:, None], experts, -1).reshape(-1)
     num_experts = cache.uses.shape[0]
@@ -68,7 +90,15 @@ def count_uses(
 def adapt(source: CacheSource, cache: ExpertCache) -> tuple[ExpertCache, jax.Array]:
     """Replaces the least used experts of a cache by ones that are used more.
 
-    Returns the cache and Status bits. A slot whose expert could not be read is empty.
+    Args:
+      source: where experts come from; read once at most, and not if nothing changes.
+      cache: the cache.
+
+    Returns:
+      The cache, and Status bits of a fault: the slots that were asked for are then
+      empty.
+
+    Exactness: changes where weights are read from, and no bit.
     """
     num_slots = cache.expert.shape[0]
     expert_id = jnp.arange(cache.uses.shape[0], dtype=jnp.int32)

@@ -13,6 +13,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moe_weights import moe_weights
 
 import strata_jax as strata
 from strata_jax import FinishReason, Params, RowKind, audit, models, testing
@@ -72,7 +73,7 @@ EXACT = {k: decoder_of(k, strata.verifiers.exact_match()) for k in (1, 3)}
 
 @functools.cache
 def params_of(config):
-    return models.random_moe_params(config, jax.random.key(0))
+    return moe_weights(config)
 
 
 def windows_of(context, num_windows=16, **settings):
@@ -344,7 +345,7 @@ def plain_law(params, num_tokens):
     [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)],
 )
 def test_the_law_is_the_targets(num_draft_tokens, num_tokens):
-    params = models.random_moe_params(TINY, jax.random.key(6))
+    params = moe_weights(TINY, 6)
     params = models.with_draft_vocabulary(params, [2, 0, 3])
     reference = plain_law(params, num_tokens)
     drafter = mtp(num_draft_tokens=num_draft_tokens)

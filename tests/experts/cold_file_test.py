@@ -474,6 +474,24 @@ def test_windows_without_a_fault_emit(good_tokens):
     np.testing.assert_array_equal(both[: len(first)], first)
 
 
+def test_a_loop_of_windows_reads_each_layer_once(running, monkeypatch):
+    decoder, params, _ = running
+    state = jax.block_until_ready(start(running))
+    layers = []
+    read = ExpertFile.read
+
+    def count(self, layer, *args):
+        layers.append(layer)
+        return read(self, layer, *args)
+
+    monkeypatch.setattr(ExpertFile, "read", count)
+    state, _ = jax.block_until_ready(decode(decoder, params, state))
+    # And once more where the cache changes.
+    at_most = 2 if state.target_state.experts[0] is None else 4
+    for layer in range(2):
+        assert 2 <= layers.count(layer) <= at_most
+
+
 @pytest.mark.parametrize("fault", ["cut", "overwritten", "swapped"])
 def test_a_fault_stops_a_request_and_loses_no_token(running, good_tokens, fault):
     decoder, params, file = running

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import strata_jax as strata
-from strata_jax import drafters, experts, models, targets
+from strata_jax import experts, models, targets
 from strata_jax.experts import (
     ColdExperts,
     ExpertFile,
@@ -37,18 +37,16 @@ LAYOUTS = [
     uniform_layout("q8_0"),
     ExpertLayout(gate="q4_1", up="q8_0", down="q4_0", is_folded=True, seed=5),
 ] * 3
-PROMPT, NUM_TOKENS = [3, 14, 15, 9, 2], 24
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
-
-@functools.cache
-def plain_params():
-    return models.random_moe_params(CONFIG, jax.random.key(8), with_mtp=False)
+# (rows, rows that are kept) of the windows that the text is read in.
+WINDOWS = ((1, 1), (4, 4), (3, 1), (4, 2), (4, 4), (2, 2), (4, 3), (4, 3))
+TEXT = np.random.default_rng(0).integers(0, 61, sum(kept for _, kept in WINDOWS))
 
 
 @functools.cache
 def packed_params():
-    return models.pack_model_experts(plain_params(), LAYOUTS)
+    params = models.random_moe_params(CONFIG, jax.random.key(8), with_mtp=False)
+    return models.pack_model_experts(params, LAYOUTS)
 
 
 @pytest.fixture(scope="module")
@@ -66,40 +64,46 @@ def find_params(tmp_path_factory):
     return find
 
 
-def decode(decoder, params):
-    """The tokens of a request, and p of every row that one was chosen from."""
-    state = decoder.init(params, PROMPT, seed=3, max_new_tokens=NUM_TOKENS)
-    state, windows = strata.decode(decoder, params, state, NUM_TOKENS, trace=True)
-    num_emitted = np.asarray(windows.verdict.num_emitted)
-    probs = np.asarray(windows.target_probs)
-    rows = [probs[index, :size] for index, size in enumerate(num_emitted)]
-    return strata.output_tokens(state), np.concatenate(rows)
-
-
 @functools.cache
-def plain_decoding():
-    target = targets.singleton(CONFIG, max_length=128, prefill_chunk=4)
-    return decode(strata.ancestral_decoder(target), packed_params())
-
-
-@functools.cache
-def make_decoder(num_cached_experts, expert_mode):
-    """Drafts what plain decoding says, and every fourth token wrong."""
-    tokens, _ = plain_decoding()
-    script = np.zeros((len(PROMPT) + NUM_TOKENS, CONFIG.vocab_size), np.float32)
-    for index, token in enumerate(tokens):
-        wrong = (token + 1) % CONFIG.vocab_size if index % 4 == 3 else token
-        script[len(PROMPT) + index, wrong] = 1
+def make_window(num_cached_experts, expert_mode):
     target = targets.singleton(
         CONFIG,
         max_length=128,
-        prefill_chunk=3,
         expert_mode=expert_mode,
         num_cached_experts=num_cached_experts,
     )
-    return strata.speculative_decoder(
-        target, drafters.scripted(script, num_draft_tokens=3)
-    )
+
+    def window(params, state, tokens, position, num_rows, num_kept):
+        rows, state = target.score(params, state, tokens, position, num_rows)
+        return rows, target.commit(state, position, num_kept)
+
+    return target, jax.jit(window)
+
+
+def read_text(params, windows, width, options):
+    """The logits of the rows that are kept, and the state after each window."""
+    target, window = make_window(*options)
+    rng = np.random.default_rng(1)
+    state, position, logits, states = target.init(params), 0, [], []
+    for num_rows, num_kept in windows:
+        # Other tokens than the text's, where rows are not kept.
+        tokens = rng.integers(0, CONFIG.vocab_size, width)
+        tokens[:num_kept] = TEXT[position : position + num_kept]
+        numbers = (position, num_rows, num_kept)
+        rows, state = window(
+            params, state, jnp.asarray(tokens, jnp.int32), *map(jnp.int32, numbers)
+        )
+        assert int(rows.status) == strata.Status.OK
+        logits.append(np.asarray(rows.logits[:num_kept]))
+        states.append(jax.tree.map(np.asarray, state.replace(keys=(), values=())))
+        position += num_kept
+    return np.concatenate(logits), states
+
+
+@functools.cache
+def logits_alone():
+    windows = [(1, 1)] * len(TEXT)
+    return read_text(packed_params(), windows, 1, (0, "singleton"))[0]
 
 
 @pytest.mark.parametrize(
@@ -115,59 +119,62 @@ def make_decoder(num_cached_experts, expert_mode):
         pytest.param("disk", 6, "singleton", marks=pytest.mark.slow),
     ],
 )
-def test_every_place_has_the_bits_of_plain_decoding(
+def test_every_place_has_the_bits_of_one_resident_token(
     find_params, tier, num_cached_experts, expert_mode
 ):
-    decoder = make_decoder(num_cached_experts, expert_mode)
-    tokens, rows = decode(decoder, find_params(tier))
-    expected_tokens, expected_rows = plain_decoding()
-    np.testing.assert_array_equal(tokens, expected_tokens)
-    np.testing.assert_array_equal(rows, expected_rows)
-
-
-def test_a_layer_reads_once_in_a_window(find_params, monkeypatch):
-    asked = []
-    read = ExpertFile.read
-
-    def count(self, layer, wanted, num_words):
-        asked.append((layer, [i for i in np.asarray(wanted).tolist() if i >= 0]))
-        return read(self, layer, wanted, num_words)
-
-    monkeypatch.setattr(ExpertFile, "read", count)
-    decoder, params = make_decoder(2, "shared"), find_params("disk")
-    state = decoder.init(params, PROMPT, seed=3, max_new_tokens=NUM_TOKENS)
-    jax.block_until_ready(state)
-    asked.clear()
-    state, windows = strata.decode(decoder, params, state, NUM_TOKENS, trace=True)
-    num_windows = int((np.asarray(windows.verdict.num_emitted) > 0).sum())
-    assert num_windows < NUM_TOKENS
-    for layer in range(CONFIG.num_layers):
-        # One for the window's jobs, and one if the cache changes.
-        reads = [wanted for index, wanted in asked if index == layer]
-        assert 1 <= len(reads) <= 2 * num_windows
-    for _, wanted in asked:
-        assert wanted
-        assert len(set(wanted)) == len(wanted)
+    options = (num_cached_experts, expert_mode)
+    logits, states = read_text(find_params(tier), WINDOWS, 4, options)
+    np.testing.assert_array_equal(logits, logits_alone())
+    held = {
+        tuple(cache.expert.tolist())
+        for state in states
+        for cache in state.experts
+        if cache is not None
+    }
+    has_cache = num_cached_experts and tier != "device"
+    assert len(held) >= (3 if has_cache else 0)
 
 
 def test_experts_that_change_places_are_seen(find_params):
     params = find_params("disk")
     first, second = params.layers
-    swapped = first.replace(router=jnp.roll(first.router, 2, axis=0))
-    params = params.replace(layers=(swapped, second))
-    _, rows = decode(make_decoder(2, "shared"), params)
-    _, expected = plain_decoding()
-    assert (rows[0] != expected[0]).any()
+    first = first.replace(router=jnp.roll(first.router, 2, axis=0))
+    params = params.replace(layers=(first, second))
+    logits, _ = read_text(params, WINDOWS[:2], 4, (2, "shared"))
+    assert (logits != logits_alone()[: len(logits)]).any(axis=1).all()
 
 
-def test_a_step_lowers_for_every_platform_unless_experts_are_cold(find_params):
-    decoder = make_decoder(2, "singleton")
+def test_a_window_reads_each_layers_missing_experts_at_once(find_params, monkeypatch):
+    asked = []
+    read = ExpertFile.read
+
+    def count(self, layer, wanted, num_words):
+        wanted = np.asarray(wanted)
+        asked.append((layer, sorted(wanted[wanted >= 0].tolist())))
+        return read(self, layer, wanted, num_words)
+
+    monkeypatch.setattr(ExpertFile, "read", count)
+    _, states = read_text(find_params("disk"), WINDOWS, 4, (2, "shared"))
+    expected, before = [], [{-1}] * CONFIG.num_layers
+    for (num_rows, _), state in zip(WINDOWS, states, strict=True):
+        for layer, cache in enumerate(state.experts):
+            held = set(cache.expert.tolist())
+            used = set(state.routing[layer, :num_rows].reshape(-1).tolist())
+            # One read if the cache changes, and one for what it does not hold.
+            missing = (held - before[layer], used - held)
+            expected += [(layer, sorted(wanted)) for wanted in missing if wanted]
+            before[layer] = held
+    assert sorted(asked) == sorted(expected)
+
+
+def test_a_window_lowers_for_every_platform_unless_experts_are_cold(find_params):
+    target, window = make_window(2, "singleton")
 
     def export(tier, platforms):
-        params = find_params(tier)
-        state = jax.eval_shape(functools.partial(decoder.init, context=PROMPT), params)
-        step = jax.jit(decoder.step)
-        return jax.export.export(step, platforms=platforms)(params, state)
+        params, number = find_params(tier), jnp.int32(1)
+        return jax.export.export(window, platforms=platforms)(
+            params, target.init(params), jnp.zeros(4, jnp.int32), *[number] * 3
+        )
 
     for tier in ("device", "host"):
         exported = export(tier, PLATFORMS)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moe_weights import moe_weights
 
 from strata_jax import TargetRows, models, targets, testing
 
@@ -37,22 +38,14 @@ VARIANTS = [
 
 
 def variant(config, has_shared_expert, has_head_norms, is_tied, is_normalized):
-    """A configuration and weights of it; norms are not 1, so that they are seen."""
+    """A configuration and weights of it."""
     config = dataclasses.replace(
         config,
         shared_expert_size=48 if has_shared_expert else 0,
         tie_embeddings=is_tied,
         normalize_router=is_normalized,
     )
-    params = models.random_moe_params(config, jax.random.key(3), with_mtp=False)
-    keys = iter(jax.random.split(jax.random.key(4), 64))
-
-    def jitter(path, leaf):
-        if "norm" not in jax.tree_util.keystr(path):
-            return leaf
-        return jax.random.uniform(next(keys), leaf.shape, leaf.dtype, 0.5, 1.5)
-
-    params = jax.tree_util.tree_map_with_path(jitter, params)
+    params = moe_weights(config, with_mtp=False)
     if not has_head_norms:
         layers = tuple(
             layer.replace(query_norm=None, key_norm=None) for layer in params.layers
@@ -199,7 +192,7 @@ def test_the_singleton_path_refuses_a_gradient():
 
 def full_params(config):
     """Weights that have every tensor there is."""
-    params = models.random_moe_params(config, jax.random.key(0))
+    params = moe_weights(config)
     params = models.with_draft_vocabulary(params, [3, 1, 4])
     mtp = dataclasses.replace(params.mtp, embedding=params.embedding)
     return dataclasses.replace(params, mtp=mtp)
@@ -253,9 +246,7 @@ def replace_layer(params, **changes):
         ),
         (
             lambda params: params.replace(
-                mtp=models.random_moe_params(
-                    dataclasses.replace(SMALL, hidden_size=16), jax.random.key(0)
-                ).mtp
+                mtp=moe_weights(dataclasses.replace(SMALL, hidden_size=16)).mtp
             ),
             "params.mtp is 16 wide, the model 32",
         ),
@@ -270,7 +261,7 @@ def test_params_of_another_model_are_refused(change, match):
 
 def test_a_shared_expert_too_many_is_refused():
     config = dataclasses.replace(SMALL, shared_expert_size=0)
-    params = models.random_moe_params(SMALL, jax.random.key(0), with_mtp=False)
+    params = moe_weights(SMALL, with_mtp=False)
     with pytest.raises(ValueError, match="shared_expert must be None"):
         models.check_moe_params(config, params)
 

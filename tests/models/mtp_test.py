@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moe_weights import moe_weights
 
 from strata_jax import models, testing
 
@@ -26,19 +27,6 @@ SMALL = models.MoeConfig(
 WIDE = dataclasses.replace(
     SMALL, hidden_size=256, head_dim=64, expert_size=64, shared_expert_size=0
 )
-
-
-def params_of(config, seed=0):
-    """Random weights; the norms are not 1, so that they are seen."""
-    params = models.random_moe_params(config, jax.random.key(seed))
-    mtp, width = params.mtp, config.hidden_size
-    names = ("embedding_norm", "hidden_norm", "final_norm")
-    keys = jax.random.split(jax.random.key(seed + 1), len(names))
-    norms = {
-        name: jax.random.uniform(key, width, minval=0.5, maxval=1.5)
-        for name, key in zip(names, keys, strict=True)
-    }
-    return dataclasses.replace(params, mtp=dataclasses.replace(mtp, **norms))
 
 
 @functools.cache
@@ -74,7 +62,7 @@ def chain_by_cells(mtp, hidden, tokens, num_steps):
 
 
 def test_whole_texts_are_the_chain_of_cells():
-    params = params_of(SMALL)
+    params = moe_weights(SMALL)
     random = np.random.default_rng(0)
     tokens = random.integers(0, SMALL.vocab_size, (2, 8)).astype(np.int32)
     hidden = random.normal(size=(2, 7, 32)).astype(np.float32)
@@ -93,7 +81,7 @@ def test_whole_texts_are_the_chain_of_cells():
 
 
 def test_a_cell_is_a_function_of_the_cells_before_it():
-    mtp = models.with_shared_tables(params_of(WIDE))
+    mtp = models.with_shared_tables(moe_weights(WIDE))
     random = np.random.default_rng(1)
     hidden = random.normal(size=(6, 256)).astype(np.float32)
     run = cell_and_logits()
@@ -119,7 +107,7 @@ def test_a_cell_is_a_function_of_the_cells_before_it():
 
 
 def test_bits_do_not_depend_on_the_capacity_of_the_cache():
-    mtp = models.with_shared_tables(params_of(WIDE))
+    mtp = models.with_shared_tables(moe_weights(WIDE))
     hidden = np.random.default_rng(2).normal(size=(3, 256)).astype(np.float32)
     states = []
     for max_length in (100, 300):
@@ -134,13 +122,13 @@ def test_bits_do_not_depend_on_the_capacity_of_the_cache():
 
 
 def test_a_draft_vocabulary_leaves_the_other_tokens_without_mass():
-    params = params_of(SMALL)
+    params = moe_weights(SMALL)
     ids = [7, 0, 3]
     reduced = models.with_draft_vocabulary(params, ids)
     assert reduced.mtp.head.shape == (3, 32)
     assert reduced.mtp.draft_tokens.tolist() == ids
     np.testing.assert_array_equal(reduced.mtp.head, params.head[jnp.asarray(ids)])
-    state = jax.random.normal(jax.random.key(5), 32)
+    state = np.random.default_rng(5).normal(size=32).astype(np.float32)
     full, some = (
         np.asarray(models.draft_logits(models.with_shared_tables(each), state))
         for each in (params, reduced)
@@ -170,11 +158,11 @@ def test_a_draft_vocabulary_leaves_the_other_tokens_without_mass():
 )
 def test_draft_vocabularies_that_are_refused(ids, match):
     with pytest.raises(ValueError, match=f"draft_tokens.*{match}"):
-        models.with_draft_vocabulary(params_of(SMALL), ids)
+        models.with_draft_vocabulary(moe_weights(SMALL), ids)
 
 
 def test_a_draft_vocabulary_needs_a_head_without_one():
-    params = params_of(SMALL)
+    params = moe_weights(SMALL)
     with pytest.raises(ValueError, match="no draft head"):
         models.with_draft_vocabulary(dataclasses.replace(params, mtp=None), [1])
     reduced = models.with_draft_vocabulary(params, [1, 2])
@@ -183,7 +171,7 @@ def test_a_draft_vocabulary_needs_a_head_without_one():
 
 
 def test_shared_tables():
-    params = params_of(SMALL)
+    params = moe_weights(SMALL)
     mtp = models.with_shared_tables(params)
     assert mtp.embedding is params.embedding and mtp.head is params.head
     assert models.with_shared_tables(mtp) is mtp
@@ -196,14 +184,6 @@ def test_shared_tables():
         models.with_shared_tables(params.mtp)
     with pytest.raises(ValueError, match=r"params\.mtp is None"):
         models.with_shared_tables(dataclasses.replace(params, mtp=None))
-    llama = models.LlamaConfig(
-        vocab_size=8,
-        hidden_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        intermediate_size=8,
-    )
+    llama = models.LlamaParams(jnp.zeros((8, 8)), (), jnp.ones(8), None)
     with pytest.raises(ValueError, match="or another drafter"):
-        models.with_shared_tables(models.random_params(llama, jax.random.key(0)))
+        models.with_shared_tables(llama)

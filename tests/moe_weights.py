@@ -1,0 +1,24 @@
+"""Weights of mixture-of-experts models for tests, made without compiling anything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from strata_jax import models
+
+
+def moe_weights(config, seed=0, *, with_mtp=True):
+    """Random weights; norms are not 1, so that a test sees them."""
+    shapes = jax.eval_shape(
+        lambda: models.random_moe_params(config, jax.random.key(0), with_mtp=with_mtp)
+    )
+    random = np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        if "norm" in jax.tree_util.keystr(path):
+            values = random.uniform(0.5, 1.5, leaf.shape)
+        else:
+            values = random.normal(size=leaf.shape) * config.hidden_size**-0.5
+        return jnp.asarray(values, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
