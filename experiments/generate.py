@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
-import json
-import logging
 import os
 import pathlib
-import platform
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
+import _command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from _command_line import describe_run, run_command, write_json
+from absl import flags
 
 import strata_jax as strata
 from strata_jax import (
@@ -123,19 +120,6 @@ _VERIFY_TARGET = flags.DEFINE_bool(
 )
 _PROGRESS = flags.DEFINE_bool(
     "progress", False, "Show a progress bar instead of streaming the answer."
-)
-_PLATFORM = flags.DEFINE_enum(
-    "platform",
-    None,
-    ("cpu", "cuda", "rocm", "tpu"),
-    "Where to compute; the default is what JAX finds.",
-)
-_CACHE_DIR = flags.DEFINE_string(
-    "compilation_cache",
-    os.path.join(
-        os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "strata_jax"
-    ),
-    "Folder where compiled programs are kept between runs; empty for none.",
 )
 
 
@@ -300,17 +284,6 @@ def _verify_target(
     )
 
 
-def _versions() -> dict[str, str]:
-    names = ("strata_jax", "jax", "jaxlib", "numpy", "flax")
-    versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = strata.__version__ if name == "strata_jax" else "unknown"
-    return versions
-
-
 def _speed(generation: strata.Generation) -> str:
     """Says the speed, without the first call if there are others: it compiles."""
     seconds = generation.call_seconds
@@ -329,16 +302,6 @@ def _check_out(path: pathlib.Path) -> None:
         raise ValueError(f"--out {path}: that is a folder; name a file in it")
     if not os.access(folder, os.W_OK):
         raise ValueError(f"--out {path}: its folder cannot be written to")
-
-
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes the file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _print_table(rows: Sequence[tuple[str, Any]]) -> None:
@@ -408,14 +371,8 @@ def _run() -> int:
         ("status", status),
     ]
     report: dict[str, Any] = {
-        "command": "generate",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": _versions(),
+        **describe_run("generate"),
         "files": model.files,
-        "flags": {
-            flag.name: flag.value
-            for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-        },
         "settings": {**settings, "max_length": max_length},
         "prompt_tokens": generation.prompt_tokens.tolist(),
         "tokens": generation.tokens.tolist(),
@@ -438,28 +395,11 @@ def _run() -> int:
         is_good = is_good and parity.num_equal == parity.num_rows
     _print_table(table)
     if _OUT.value:
-        _write_json(pathlib.Path(_OUT.value), report)
+        write_json(pathlib.Path(_OUT.value), report)
     return 0 if is_good else 1
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}; see --help")
-    # Backends that are not there are no news.
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
-    if _PLATFORM.value:
-        jax.config.update("jax_platforms", _PLATFORM.value)
-    if _CACHE_DIR.value:
-        jax.config.update("jax_compilation_cache_dir", _CACHE_DIR.value)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    try:
-        return _run()
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
+flags.adopt_module_key_flags(_command_line)
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(_run)

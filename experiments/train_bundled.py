@@ -11,28 +11,31 @@ as if it had not stopped.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
-import json
-import logging
 import math
 import os
 import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import _command_line
 import _shakespeare_corpus
 import jax
 import numpy as np
-from absl import app, flags
+from _command_line import (
+    CACHE,
+    describe_run,
+    replaced,
+    run_command,
+    show_progress,
+    write_json,
+)
+from absl import flags
 
-import strata_jax as strata
 from strata_jax import checkpoints, experts, models, training
 
 _CHECKPOINT = "training.safetensors"
@@ -40,10 +43,6 @@ _REPORT = "training.json"
 _CURVE = "loss.png"
 _MODEL = "model.safetensors"
 _CARD = "README.md"
-_LOG_SECONDS = 20.0  # between lines, where there is no progress bar
-_CACHE = os.path.join(
-    os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "strata_jax"
-)
 
 _OUT = flags.DEFINE_string("out", None, "Folder for all results; made if need be.")
 _SMOKE = flags.DEFINE_bool("smoke", False, "A tiny model and a few steps: seconds.")
@@ -97,18 +96,7 @@ _CORPUS = flags.DEFINE_string(
     "PyPI.",
 )
 _CORPUS_CACHE = flags.DEFINE_string(
-    "corpus_cache", _CACHE, "Folder where the default corpus is kept."
-)
-_PLATFORM = flags.DEFINE_enum(
-    "platform",
-    None,
-    ("cpu", "cuda", "rocm", "tpu"),
-    "Where to compute; the default is what JAX finds.",
-)
-_CACHE_DIR = flags.DEFINE_string(
-    "compilation_cache",
-    _CACHE,
-    "Folder where compiled programs are kept between runs; empty for none.",
+    "corpus_cache", CACHE, "Folder where the default corpus is kept."
 )
 
 
@@ -223,12 +211,8 @@ def _write_card(folder: pathlib.Path, report: dict[str, Any]) -> None:
         "after i - 1 accepted drafts. Made by `experiments/train_bundled.py`.",
         "",
     ]
-    part = folder / f".{_CARD}.{os.getpid()}.part"
-    try:
+    with replaced(folder / _CARD) as part:
         part.write_text("\n".join(lines), "utf-8")
-        os.replace(part, folder / _CARD)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,58 +269,6 @@ def _spread(windows: np.ndarray, number: int) -> np.ndarray:
     return windows[np.linspace(0, len(windows) - 1, number).astype(np.int64)]
 
 
-@contextlib.contextmanager
-def _progress(start: int, total: int) -> Iterator[Callable[[int, float], None]]:
-    """Shows steps: a bar on a terminal, a line now and then elsewhere."""
-    if sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            import tqdm
-
-            with tqdm.tqdm(total=total, initial=start, unit="step") as bar:
-
-                def advance(step: int, loss: float) -> None:
-                    bar.update(step - bar.n)
-                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-
-                yield advance
-            return
-    began = last = 0.0
-
-    def log(step: int, loss: float) -> None:
-        nonlocal began, last
-        now = time.monotonic()
-        if step == start + 1:  # the step that compiles does not count
-            began = now
-        elif now - last < _LOG_SECONDS and step < total:
-            return
-        last = now
-        line = f"step {step}/{total}  loss {loss:.4f}"
-        if now > began:
-            speed = (step - start - 1) / (now - began)
-            left = (total - step) / speed / 60
-            line += f"  {speed:.2f} steps/s  {left:.0f} min left"
-        print(line, file=sys.stderr, flush=True)
-
-    yield log
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "strata_jax": strata.__version__}
-    for name in ("jax", "jaxlib", "numpy", "flax", "optax"):
-        versions[name] = importlib.metadata.version(name)
-    return versions
-
-
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes the file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def _plot(history: dict[str, np.ndarray], path: pathlib.Path) -> None:
     """Draws the losses and the overlap of drafts; training as means over steps."""
     try:
@@ -368,12 +300,8 @@ def _plot(history: dict[str, np.ndarray], path: pathlib.Path) -> None:
             )
         axes.grid(alpha=0.3)
         axes.legend()
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replaced(path) as part:
         figure.savefig(part, dpi=150, format="png")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _with_held_out(
@@ -444,10 +372,10 @@ def _run() -> int:
 
     seconds = before
     began = time.monotonic()
-    with _progress(start, plan.steps) as show:
+    with show_progress(start, plan.steps, "step") as show:
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
-            show(step, metrics["loss"])
+            show(step, f"loss {metrics['loss']:.4f}")
 
         while step < plan.steps:
             pauses = (_CHECKPOINT_EVERY.value, plan.evaluate_every)
@@ -471,14 +399,8 @@ def _run() -> int:
     measured = training.evaluate(loss_fn, weights, windows, batch_size=plan.batch)
     content = (out / _MODEL).read_bytes()
     report = {
-        "command": "train_bundled",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": _versions(),
+        **describe_run("train_bundled"),
         "device": jax.devices()[0].device_kind,
-        "flags": {
-            flag.name: flag.value
-            for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-        },
         "configuration": configuration,
         "corpus": summary,
         "num_parameters": num_params,
@@ -499,7 +421,7 @@ def _run() -> int:
             for name, values in history.items()
         },
     }
-    _write_json(out / _REPORT, report)
+    write_json(out / _REPORT, report)
     _plot(history, out / _CURVE)
     _write_card(out, report)
     for name, value in measured.items():
@@ -507,25 +429,7 @@ def _run() -> int:
     return 0
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}; see --help")
-    # Backends that are not there are no news.
-    for name in ("jax._src.xla_bridge", "matplotlib.font_manager"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    if _PLATFORM.value:
-        jax.config.update("jax_platforms", _PLATFORM.value)
-    if _CACHE_DIR.value:
-        jax.config.update("jax_compilation_cache_dir", _CACHE_DIR.value)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    try:
-        return _run()
-    except (ValueError, FloatingPointError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
+flags.adopt_module_key_flags(_command_line)
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(_run)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from strata_jax._files import replaced_file
 from strata_jax.checkpoints._hugging_face_config import describe_config, read_config
 from strata_jax.checkpoints._json import read_json_object
 from strata_jax.checkpoints._layout import read_layout, write_layout
@@ -29,7 +30,6 @@ from strata_jax.checkpoints._moe_tensors import (
     mtp_layout,
 )
 from strata_jax.checkpoints._safetensors import (
-    replaced_file,
     save_safetensors,
     view_safetensors,
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import pathlib
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -17,6 +15,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from strata_jax._files import replaced_file
 from strata_jax.checkpoints._json import read_json_object
 
 _DTYPES = {
@@ -138,28 +137,6 @@ def _sort_header(path: pathlib.Path) -> None:
         assert len(text) <= length
         file.seek(8)
         file.write(text.ljust(length))
-
-
-@contextlib.contextmanager
-def replaced_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Gives an empty file to write, which takes a path's place when all is written.
-
-    Args:
-      path: what to replace; if the block fails, it stays as it is.
-
-    Yields:
-      A file in the same folder, since a rename is atomic only within a file system.
-    """
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.touch(exist_ok=False)
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
 
 
 class _Entry(NamedTuple):

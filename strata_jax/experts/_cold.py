@@ -7,14 +7,12 @@ changed under a running program stops the request, and gives no token.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import os
 import pathlib
-import uuid
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -28,11 +26,11 @@ import safetensors
 import safetensors.numpy
 from jax import lax
 
+from strata_jax._files import replaced_file
 from strata_jax._status import Status
 from strata_jax.experts._cache import ExpertCache, find_slot
-from strata_jax.experts._jobs import Folding, Jobs, Prepared
+from strata_jax.experts._jobs import Jobs, Prepared
 from strata_jax.experts._layout import ExpertLayout
-from strata_jax.experts._matrices import ExpertMatrices
 from strata_jax.experts._packed import PackedExperts, PackedShape, Stored
 
 _FORMAT = "strata_jax experts 1"
@@ -249,7 +247,7 @@ class ColdExperts:
                 row = jnp.where(is_cached, cache.words[slot], row)
             return Stored(words=row, layout=self.layout[expert])
 
-        return Prepared(load=load, status=status)
+        return self.shape.prepared(load, status)
 
     def read(self, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads some experts through a callback, in one batch.
@@ -272,32 +270,6 @@ class ColdExperts:
             jax.ShapeDtypeStruct((), jnp.int32),
         )
         return jax.pure_callback(read, result, experts, vmap_method="sequential")
-
-    def decode(self, stored: Stored) -> ExpertMatrices:
-        """Decodes one expert.
-
-        Args:
-          stored: what `load` gave.
-
-        Returns:
-          Its matrices, float32.
-
-        Exactness: bitwise the formats' NumPy reference.
-        """
-        return self.shape.decode(stored)
-
-    def folding(self, stored: Stored) -> Folding | None:
-        """Returns the signs of an expert's folded inputs, or None.
-
-        Args:
-          stored: what `load` gave.
-
-        Returns:
-          The signs.
-
-        Exactness: not concerned.
-        """
-        return self.shape.folding(stored)
 
 
 def write_expert_file(
@@ -344,18 +316,10 @@ def write_expert_file(
         "layers": json.dumps(described),
         "checksums": json.dumps(checksums),
     }
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.touch(exist_ok=False)
+    with replaced_file(path) as temporary:
         mode = temporary.stat().st_mode  # the package writes files only we can read
         safetensors.numpy.save_file(tensors, temporary, metadata=header)
         temporary.chmod(mode)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
     return ExpertFile(path)
 
 

@@ -51,6 +51,10 @@ class Prepared(NamedTuple):
 
     load: Callable[[jax.Array, jax.Array], Any]
     """(job, expert) -> its weights as they are stored, on the device."""
+    decode: Callable[[Any], ExpertMatrices]
+    """What `load` gives -> matrices."""
+    folding: Callable[[Any], Folding | None]
+    """What `load` gives -> signs of folded inputs; None if no expert has any."""
     status: jax.Array
     """[] int32, Status bits."""
 
@@ -60,14 +64,6 @@ class ExpertBank(Protocol):
 
     def prepare(self, jobs: Jobs, cache: Any) -> Prepared:
         """Makes the experts of a layer's jobs ready; one batch if they must be read."""
-        ...
-
-    def decode(self, stored: Any) -> ExpertMatrices:
-        """Turns what `load` gives into matrices."""
-        ...
-
-    def folding(self, stored: Any) -> Folding | None:
-        """Returns the signs of folded inputs, or None if no expert has any."""
         ...
 
 
@@ -138,8 +134,8 @@ def run_jobs(
 
     def run_job(job: jax.Array, outputs: jax.Array) -> jax.Array:
         stored = prepared.load(job, jobs.expert[job])
-        folding = bank.folding(stored)
-        decoded = None if mode == "singleton" else _settle(bank.decode(stored))
+        folding = prepared.folding(stored)
+        decoded = None if mode == "singleton" else _settle(prepared.decode(stored))
         together = None
         if mode == "batched":
             assert decoded is not None
@@ -150,7 +146,9 @@ def run_jobs(
             row = entry // per_row
             if together is not None:
                 return outputs.at[entry].set(together[row])
-            matrices = _settle(bank.decode(stored)) if decoded is None else decoded
+            matrices = decoded
+            if matrices is None:
+                matrices = _settle(prepared.decode(stored))
             output = run_expert(matrices, states[row], folding)
             return outputs.at[entry].set(output)
 

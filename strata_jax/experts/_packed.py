@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -113,6 +113,24 @@ class PackedShape:
             outer_signs=outer[stored.layout],
         )
 
+    def prepared(
+        self, load: Callable[[jax.Array, jax.Array], Stored], status: jax.Array
+    ) -> Prepared:
+        """Returns a layer's experts that are ready for its jobs.
+
+        Args:
+          load: (job, expert) -> the expert as it is stored.
+          status: [] int32, Status bits.
+
+        Returns:
+          The experts.
+
+        Exactness: not concerned.
+        """
+        return Prepared(
+            load=load, decode=self.decode, folding=self.folding, status=status
+        )
+
 
 @flax.struct.dataclass
 class PackedExperts:
@@ -173,7 +191,7 @@ class PackedExperts:
             words = lax.cond(is_cached, lambda: kept[slot], lambda: self._fetch(expert))
             return Stored(words=words, layout=self.layout[expert])
 
-        return Prepared(load=load, status=jnp.zeros((), jnp.int32))
+        return self.shape.prepared(load, jnp.zeros((), jnp.int32))
 
     def read(self, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reads some experts, for a cache.
@@ -200,32 +218,6 @@ class PackedExperts:
         if self.is_on_host:
             row = jax.device_put(row, jax.memory.Space.Device)
         return row
-
-    def decode(self, stored: Stored) -> ExpertMatrices:
-        """Decodes one expert.
-
-        Args:
-          stored: what `load` gave.
-
-        Returns:
-          Its matrices, float32.
-
-        Exactness: bitwise the formats' NumPy reference.
-        """
-        return self.shape.decode(stored)
-
-    def folding(self, stored: Stored) -> Folding | None:
-        """Returns the signs of an expert's folded inputs, or None.
-
-        Args:
-          stored: what `load` gave.
-
-        Returns:
-          The signs.
-
-        Exactness: not concerned.
-        """
-        return self.shape.folding(stored)
 
 
 def pack_experts(

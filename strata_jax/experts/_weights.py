@@ -63,27 +63,9 @@ class ExpertWeights:
                 gate=self.gate[expert], up=self.up[expert], down=self.down[expert]
             )
 
-        return Prepared(load=load, status=jnp.zeros((), jnp.int32))
-
-    def decode(self, stored: ExpertMatrices) -> ExpertMatrices:
-        """Returns the matrices as they are.
-
-        Args:
-          stored: what `load` gave.
-
-        Returns:
-          The matrices.
-
-        Exactness: nothing is computed.
-        """
-        return stored
-
-    def folding(self, stored: ExpertMatrices) -> None:
-        """Returns None: inputs are not folded.
-
-        Args:
-          stored: what `load` gave.
-
-        Exactness: not concerned.
-        """
-        del stored
+        return Prepared(
+            load=load,
+            decode=lambda stored: stored,
+            folding=lambda stored: None,
+            status=jnp.zeros((), jnp.int32),
+        )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_experts import random_model
 
 from strata_jax import Status, experts, models, targets
 from strata_jax.experts import uniform_layout
@@ -181,8 +182,7 @@ CONFIG = models.MoeConfig(
 
 
 def test_a_model_counts_the_rows_that_it_keeps():
-    params = models.random_moe_params(CONFIG, jax.random.key(0), with_mtp=False)
-    params = models.pack_model_experts(params, uniform_layout("q8_0"))
+    params = models.pack_model_experts(random_model(CONFIG, 0), uniform_layout("q8_0"))
     params = models.experts_on_host(params)
     target = targets.singleton(
         CONFIG, max_length=64, prefill_chunk=4, num_cached_experts=2

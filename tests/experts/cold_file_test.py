@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from random_experts import random_packed
+from random_experts import random_model, random_packed
 
 import strata_jax as strata
 from strata_jax import drafters, experts, models, targets, verifiers
@@ -429,8 +429,7 @@ def decode(decoder, params, state, **options):
 def running(request, tmp_path_factory):
     """(decoder, params, file) with experts on disk."""
     num_cached_experts, verifier = request.param
-    params = models.random_moe_params(CONFIG, jax.random.key(4), with_mtp=False)
-    params = models.pack_model_experts(params, LAYOUTS[0])
+    params = models.pack_model_experts(random_model(CONFIG, 4), LAYOUTS[0])
     path = tmp_path_factory.mktemp("decode") / "experts.safetensors"
     params, file = models.experts_on_disk(params, path)
     script = np.full((32, CONFIG.vocab_size), 1 / CONFIG.vocab_size, np.float32)

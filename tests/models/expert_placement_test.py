@@ -8,6 +8,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_experts import random_model
 
 import strata_jax as strata
 from strata_jax import experts, models, targets
@@ -33,10 +34,7 @@ CONFIG = models.MoeConfig(
     expert_size=256,
     max_position=128,
 )
-LAYOUTS = [
-    uniform_layout("q8_0"),
-    ExpertLayout(gate="q4_1", up="q8_0", down="q4_0", is_folded=True, seed=5),
-] * 3
+LAYOUT = ExpertLayout(gate="q4_1", up="q8_0", down="q4_0", is_folded=True, seed=5)
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # (rows, rows that are kept) of the windows that the text is read in.
 WINDOWS = ((1, 1), (4, 4), (3, 1), (4, 2), (4, 4), (2, 2), (4, 3), (4, 3))
@@ -45,8 +43,7 @@ TEXT = np.random.default_rng(0).integers(0, 61, sum(kept for _, kept in WINDOWS)
 
 @functools.cache
 def packed_params():
-    params = models.random_moe_params(CONFIG, jax.random.key(8), with_mtp=False)
-    return models.pack_model_experts(params, LAYOUTS)
+    return models.pack_model_experts(random_model(CONFIG, 8), LAYOUT)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +201,7 @@ SMALL = models.MoeConfig(
 
 @functools.cache
 def small_params(with_mtp=True):
-    return models.random_moe_params(SMALL, jax.random.key(0), with_mtp=with_mtp)
+    return random_model(SMALL, 0, with_mtp=with_mtp)
 
 
 @functools.cache
@@ -319,8 +316,7 @@ def test_the_file_of_another_shape_is_named(tmp_path):
         {"expert_size": 32},
     ):
         config = dataclasses.replace(SMALL, **change)
-        other = models.random_moe_params(config, jax.random.key(1), with_mtp=False)
-        other = models.attach_expert_file(other, file)
+        other = models.attach_expert_file(random_model(config, 1), file)
         target = targets.singleton(config, max_length=32)
         decoder = strata.ancestral_decoder(target)
         with pytest.raises(ValueError, match=rf"{path} have E, F, D = \(4, 64, 32\)"):

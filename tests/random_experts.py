@@ -1,9 +1,12 @@
-"""Layers of random packed experts of any layout, for several test files."""
+"""Random experts and models for several test files, without compiling anything."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from strata_jax import experts
+from strata_jax import experts, models
 
 
 def random_packed(layouts, num_experts, width, seed):
@@ -31,3 +34,19 @@ def _random_words(layout, width, rng):
             words = experts.find_format(name).encode(matrix.astype(np.float32))
         pieces.append(words)
     return np.concatenate(pieces)
+
+
+def random_model(config, seed, *, with_mtp=False):
+    """Weights as of `models.random_moe_params`; norms are 1."""
+    rng = np.random.default_rng(seed)
+    make = functools.partial(
+        models.random_moe_params, config, jax.random.key(0), with_mtp=with_mtp
+    )
+
+    def fill(array):
+        if len(array.shape) == 1:
+            return jnp.ones(array.shape, array.dtype)
+        values = rng.normal(size=array.shape) * array.shape[-1] ** -0.5
+        return jnp.asarray(values, array.dtype)
+
+    return jax.tree.map(fill, jax.eval_shape(make))
