@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -133,7 +134,7 @@ other is a failure. The control shares products between rows, over the same weig
 windows: its columns say which share of the values differs.
 
 A configuration is named by its format, `hadamard` if the experts' inputs are folded,
-and the place of the experts; so many of a layer's {num_experts} experts are `cached`.
+and their place; `cached` of a layer's {num_experts} experts are kept on the device.
 
 | {header} |
 |---|{alignment}
@@ -143,8 +144,10 @@ In each configuration at least {comparisons:,} values come from windows of the e
 layer that decode an expert for each of its rows (the outputs of a row's {per_token}
 experts, {width} wide), and as many from windows that decode it once for all. Experts
 that are not resident are run one row at a time as well. The rest are hidden states and
-logits of a text in a one-layer model whose windows have rejected rows. The JSON has
-the parts by width of the window, and the hashes of all inputs.
+logits of a text in a one-layer model whose windows have rejected rows. Weights are
+normal, encoded in the configuration's format; the codes of trellises are drawn, since
+every string of bits is one. The JSON has the parts by width of the window, and the
+hashes of all inputs.
 
 Seed {seed}, {device}, {versions}; {time}.
 """
@@ -209,6 +212,16 @@ def _versions() -> dict[str, str]:
     return versions
 
 
+def _library_sha256() -> str:
+    """Returns a hash of the library's sources."""
+    digest = hashlib.sha256()
+    folder = pathlib.Path(strata.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def _write_text(path: pathlib.Path, text: str) -> None:
     """Writes the file whole or not at all."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -264,7 +277,6 @@ def _save(out: pathlib.Path, settings: dict[str, Any], results: dict[str, Any]) 
         "configurations": {name: results[name] for name in names},
     }
     _write_text(out / _REPORT, json.dumps(report, indent=1) + "\n")
-    _write_text(out / _TABLE, render_page(report))
 
 
 def _run() -> int:
@@ -298,20 +310,24 @@ def _run() -> int:
     results = _load_results(out / _REPORT, settings)
     waiting = [each for each in chosen if each.name not in results]
     print(f"{len(chosen) - len(waiting)} of {len(chosen)} configurations are done")
+    library = _library_sha256()
     try:
         with _progress(len(waiting)) as show:
             for index, configuration in enumerate(waiting):
-                results[configuration.name] = trials.run_configuration(
+                result = trials.run_configuration(
                     configuration,
                     _SEED.value,
                     comparisons,
                     out / _COLD,
                     functools.partial(show, index, configuration.name),
                 )
+                results[configuration.name] = {"library_sha256": library, **result}
                 _save(out, settings, results)
     finally:
         (out / _COLD).unlink(missing_ok=True)
 
+    report = json.loads((out / _REPORT).read_text("utf-8"))
+    _write_text(out / _TABLE, render_page(report))
     results = {each.name: results[each.name] for each in chosen}
     _print_table(results)
     is_good = True

@@ -57,6 +57,8 @@ class Prepared(NamedTuple):
     """What `load` gives -> signs of folded inputs; None if no expert has any."""
     status: jax.Array
     """[] int32, Status bits."""
+    is_shared_bitwise: bool = True
+    """Whether decoding once for a job's tokens gives each token's own bits."""
 
 
 class ExpertBank(Protocol):
@@ -126,10 +128,18 @@ def run_jobs(
       Outputs `[T, k, D]` by row and place in the router's order, zero where not
       computed; Status bits of a fault while reading.
 
+    Raises:
+      ValueError: with "shared", for a format that is not bitwise then.
+
     Exactness: "singleton" and "shared" are bit-exact to a window of one token.
     """
     jobs = group_by_expert(experts, num_rows)
     prepared = bank.prepare(jobs, cache)
+    if mode == "shared" and not prepared.is_shared_bitwise:
+        raise ValueError(
+            "mode 'shared' is not bitwise the singleton's for a format of these "
+            "experts: use 'singleton'"
+        )
     num_tokens, per_row = experts.shape
 
     def run_job(job: jax.Array, outputs: jax.Array) -> jax.Array:

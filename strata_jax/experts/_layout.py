@@ -36,7 +36,8 @@ class ExpertLayout:
     def __post_init__(self) -> None:
         for name in (self.gate, self.up, self.down):
             find_format(name)
-        _checks.check_integer("seed", self.seed, 0, 2**63 - 1)
+        seed = _checks.check_integer("seed", self.seed, 0, 2**63 - 1)
+        object.__setattr__(self, "seed", seed)  # an int, so that JSON can hold it
 
     def num_words(self, hidden_size: int, expert_size: int) -> tuple[int, int, int]:
         """Returns the number of words of gate, up and down.

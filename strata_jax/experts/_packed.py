@@ -127,8 +127,17 @@ class PackedShape:
 
         Exactness: not concerned.
         """
+        names = {
+            name
+            for layout in self.layouts
+            for name in (layout.gate, layout.up, layout.down)
+        }
         return Prepared(
-            load=load, decode=self.decode, folding=self.folding, status=status
+            load=load,
+            decode=self.decode,
+            folding=self.folding,
+            status=status,
+            is_shared_bitwise=all(find_format(n).is_shared_bitwise for n in names),
         )
 
 

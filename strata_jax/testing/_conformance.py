@@ -177,7 +177,7 @@ def check_drafter(
     seed: int = 0,
     poison: Callable[[Any, jax.Array], Any] | None = None,
     **settings: Any,
-) -> None:
+) -> list[int]:
     """Checks a drafter's proposals over some windows (P1, P2, R1, T2).
 
     Kinds read OFFERED*, NULL?, ABSENT*; a measure is a sub-probability that gives every
@@ -200,6 +200,9 @@ def check_drafter(
         mixture-of-experts model, and for `drafters.mtp`.
       **settings: for `decoder.init`.
 
+    Returns:
+      How many drafts each window accepted: the check has seen only those endings.
+
     Raises:
       ConformanceError: naming the contract that is broken.
 
@@ -208,18 +211,23 @@ def check_drafter(
     decoder = speculative_decoder(
         target, drafter, gate, verifiers.token(), bit_exact=target.is_bit_exact
     )
+    # The draws by themselves, so that one program runs all the windows.
+    draw = jax.jit(lambda params, state: decoder.step(params, state)[1].draws)
     step = jax.jit(decoder.step)
     spoil = jax.jit(poison or (lambda state, position: state))
     budget = num_windows * (drafter.num_draft_tokens + 1)
     settings = {"seed": seed, "max_new_tokens": budget, **settings}
     state = decoder.init(params, context, **settings)
+    num_accepted = []
     for index in range(num_windows):
         if int(state.finish_reason):
             break
         length = int(state.context.length)
         spoiled = spoil(state.drafter_state, _int(length - 1))
         before = state.replace(drafter_state=spoiled)
-        state, window = step(params, before)
+        draws = draw(params, before)
+        state, window = step(params, before, draws)
+        num_accepted.append(int(window.verdict.num_accepted))
         _check_proposal(window)
         room = budget - int(before.counts.num_output) - 1
         num_attempted = int((window.proposal.kind != RowKind.ABSENT).sum())
@@ -228,8 +236,8 @@ def check_drafter(
             f"P2: {num_attempted} rows attempted with room for {room}",
         )
 
-        other = jax.tree.map(lambda leaf: 1 - 2**-24 - leaf, window.draws.verifier)
-        _, twin = step(params, before, window.draws.replace(verifier=other))
+        other = jax.tree.map(lambda leaf: 1 - 2**-24 - leaf, draws.verifier)
+        _, twin = step(params, before, draws.replace(verifier=other))
         _require(
             _same(window.proposal, twin.proposal),
             "R1: the proposal depends on the verifier's draws",
@@ -242,13 +250,14 @@ def check_drafter(
             **settings,
         )
         fresh = fresh.replace(gate_state=before.gate_state)
-        _, expected = step(params, fresh)
+        _, expected = step(params, fresh, draw(params, fresh))
         _require(
             _same(window.proposal, expected.proposal),
             f"T2: in window {index} the proposal is not that of a fresh drafter on the "
             "committed text: its cache was not rolled back or not brought up to date, "
             "or slots are read that no committed token has filled",
         )
+    return num_accepted
 
 
 def check_target(

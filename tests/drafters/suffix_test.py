@@ -55,9 +55,9 @@ def compiled(vocab_size, num_draft_tokens, min_match, max_match):
             )
             return (proposal, record), carry
 
-        return drafter.propose(
-            None, drafter.init(None, context, None), context, offer
-        )[0]
+        return drafter.propose(None, drafter.init(None, context, None), context, offer)[
+            0
+        ]
 
     return run
 

@@ -411,7 +411,9 @@ CONFIG = models.MoeConfig(
     expert_size=WIDTH,
     max_position=64,
 )
-PROMPT = [3, 14, 1]
+PROMPT, DRAFT = [3, 14, 1], 7
+# A draft that is often right.
+SETTINGS = {"seed": 1, "logit_bias": {DRAFT: 4.0}}
 
 
 def decode(decoder, params, state, **options):
@@ -432,7 +434,8 @@ def running(request, tmp_path_factory):
     params = models.pack_model_experts(random_model(CONFIG, 4), LAYOUTS[0])
     path = tmp_path_factory.mktemp("decode") / "experts.safetensors"
     params, file = models.experts_on_disk(params, path)
-    script = np.full((32, CONFIG.vocab_size), 1 / CONFIG.vocab_size, np.float32)
+    script = np.zeros((32, CONFIG.vocab_size), np.float32)
+    script[:, DRAFT] = 1
     target = targets.singleton(
         CONFIG, max_length=64, prefill_chunk=4, num_cached_experts=num_cached_experts
     )
@@ -440,14 +443,13 @@ def running(request, tmp_path_factory):
         target,
         drafters.scripted(script, num_draft_tokens=2),
         verifier=verifier,
-        draft_rule="sample",
     )
     return decoder, params, file
 
 
 def start(running):
     decoder, params, _ = running
-    return decoder.init(params, PROMPT, seed=1)
+    return decoder.init(params, PROMPT, **SETTINGS)
 
 
 def after_two_windows(running):
@@ -470,6 +472,7 @@ def good_tokens(running):
 def test_windows_without_a_fault_emit(good_tokens):
     first, both = good_tokens
     assert 2 < len(first) < len(both)
+    assert set(both.tolist()) > {DRAFT}
     np.testing.assert_array_equal(both[: len(first)], first)
 
 
@@ -532,7 +535,7 @@ def test_a_fault_while_the_prompt_is_read_gives_no_token(running, good_tokens):
 
 def test_a_finished_request_reads_nothing(running, monkeypatch):
     decoder, params, _ = running
-    state = decoder.init(params, PROMPT, seed=1, max_new_tokens=2)
+    state = decoder.init(params, PROMPT, max_new_tokens=2, **SETTINGS)
     state, _ = decode(decoder, params, state)
     assert int(state.finish_reason) == strata.FinishReason.LENGTH
     # What the last window has used may still come into the cache.

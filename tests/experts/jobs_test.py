@@ -352,3 +352,18 @@ def test_unpacked_experts_are_those_that_were_packed():
         found, wanted = getattr(unpacked, name), getattr(weights, name)
         np.testing.assert_array_equal(found[plain], wanted[plain])
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_shared_decoding_is_refused_where_it_is_not_bitwise(monkeypatch):
+    odd = experts.FORMATS["float32"]._replace(is_shared_bitwise=False)
+    formats = {**experts.FORMATS, "float32": odd}
+    monkeypatch.setattr("strata_jax.experts._formats.FORMATS", formats)
+    bank = random_packed([uniform_layout("float32")], 2, 32, 0)
+    states, routing = jnp.zeros((1, 32)), jnp.zeros((1, 1), jnp.int32)
+
+    def outputs(mode):
+        return experts.run_jobs(bank, None, states, routing, jnp.int32(1), mode=mode)
+
+    assert outputs("singleton")[0].shape == (1, 1, 32)
+    with pytest.raises(ValueError, match=r"'shared' is not bitwise.*use 'singleton'"):
+        outputs("shared")

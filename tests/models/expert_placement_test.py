@@ -164,6 +164,25 @@ def test_a_window_reads_each_layers_missing_experts_at_once(find_params, monkeyp
     assert sorted(asked) == sorted(expected)
 
 
+def test_only_rows_that_are_kept_count_as_uses(find_params):
+    target, window = make_window(2, "singleton")
+    params, zero = find_params("host"), jnp.int32(0)
+
+    def uses_after(tokens, num_kept):
+        tokens = jnp.asarray(tokens, jnp.int32)
+        _, state = window(
+            params, target.init(params), tokens, zero, jnp.int32(4), jnp.int32(num_kept)
+        )
+        return np.stack([cache.uses for cache in state.experts])
+
+    uses = uses_after([3, 17, 5, 9], 2)
+    np.testing.assert_array_equal(uses.sum(axis=1), [4, 4])
+    # Other drafts behind the rows that stay, with other experts.
+    np.testing.assert_array_equal(uses_after([3, 17, 20, 30], 2), uses)
+    assert (uses_after([3, 17, 20, 30], 4) != uses_after([3, 17, 5, 9], 4)).any()
+    assert not uses_after([3, 17, 20, 30], 0).any()
+
+
 def test_a_window_lowers_for_every_platform_unless_experts_are_cold(find_params):
     target, window = make_window(2, "singleton")
 
@@ -244,7 +263,7 @@ def test_unpacked_experts_are_what_the_format_holds():
 
 
 def test_experts_of_the_host_can_be_unpacked():
-    packed = small_packed("q8_0")
+    packed = small_packed("q4_1")
     on_host = models.experts_on_host(packed)
     for bank in layers_of(on_host):
         assert bank.is_on_host

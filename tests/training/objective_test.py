@@ -200,7 +200,7 @@ def test_values_against_numpy(num_drafts):
     for name, number in wanted_metrics.items():
         np.testing.assert_allclose(metrics[name], number, rtol=0, atol=1e-5)
     # Joined in the other order it is another loss.
-    projection = jnp.roll(params().mtp.projection, CONFIG.hidden_size, axis=0)
+    projection = np.roll(params().mtp.projection, CONFIG.hidden_size, axis=0)
     swapped = params().replace(mtp=params().mtp.replace(projection=projection))
     other, _ = reference(swapped, texts(), num_drafts)
     assert (abs(other - wanted) > 1e-4) == (num_drafts > 0)
