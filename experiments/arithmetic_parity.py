@@ -19,20 +19,18 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
-import logging
-import os
 import pathlib
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import _command_line
 import _parity_trials as trials
 import jax
-from absl import app, flags
+from _command_line import describe_run, replaced, run_command, write_json
+from absl import flags
 
 import strata_jax as strata
 
@@ -56,19 +54,6 @@ _CONFIGURATIONS = flags.DEFINE_list(
     "Names with commas; the default is all, or two with --smoke.",
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of weights, inputs and windows.")
-_PLATFORM = flags.DEFINE_enum(
-    "platform",
-    None,
-    ("cpu", "cuda", "rocm", "tpu"),
-    "Where to compute; the default is what JAX finds.",
-)
-_CACHE_DIR = flags.DEFINE_string(
-    "compilation_cache",
-    os.path.join(
-        os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "strata_jax"
-    ),
-    "Folder where compiled programs are kept between runs; empty for none.",
-)
 
 
 def find_faults(result: dict[str, Any]) -> list[str]:
@@ -205,13 +190,6 @@ def _progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
     yield log
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "strata_jax": strata.__version__}
-    for name in ("jax", "jaxlib", "numpy", "flax"):
-        versions[name] = importlib.metadata.version(name)
-    return versions
-
-
 def _library_sha256() -> str:
     """Returns a hash of the library's sources."""
     digest = hashlib.sha256()
@@ -220,16 +198,6 @@ def _library_sha256() -> str:
         digest.update(path.relative_to(folder).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _write_text(path: pathlib.Path, text: str) -> None:
-    """Writes the file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, "utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _choose_configurations() -> list[trials.Configuration]:
@@ -267,16 +235,11 @@ def _load_results(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any
 def _save(out: pathlib.Path, settings: dict[str, Any], results: dict[str, Any]) -> None:
     names = [each.name for each in trials.CONFIGURATIONS if each.name in results]
     report = {
-        "command": "arithmetic_parity",
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **describe_run("arithmetic_parity"),
         "settings": settings,
-        "flags": {
-            name: flags.FLAGS[name].value
-            for name in ("smoke", "comparisons", "configurations", "platform")
-        },
         "configurations": {name: results[name] for name in names},
     }
-    _write_text(out / _REPORT, json.dumps(report, indent=1) + "\n")
+    write_json(out / _REPORT, report)
 
 
 def _run() -> int:
@@ -298,13 +261,13 @@ def _run() -> int:
     try:
         device = jax.devices()[0]
     except RuntimeError as error:
-        raise ValueError(f"--platform {_PLATFORM.value}: {error}") from error
+        raise ValueError(f"--platform: {error}") from error
     settings = {
         "seed": _SEED.value,
         "comparisons": comparisons,
         "model": dataclasses.asdict(trials.MODEL),
         "device": device.device_kind,
-        "versions": _versions(),
+        "versions": describe_run("arithmetic_parity")["versions"],
     }
     out.mkdir(parents=True, exist_ok=True)
     results = _load_results(out / _REPORT, settings)
@@ -327,7 +290,8 @@ def _run() -> int:
         (out / _COLD).unlink(missing_ok=True)
 
     report = json.loads((out / _REPORT).read_text("utf-8"))
-    _write_text(out / _TABLE, render_page(report))
+    with replaced(out / _TABLE) as part:
+        part.write_text(render_page(report), "utf-8")
     results = {each.name: results[each.name] for each in chosen}
     _print_table(results)
     is_good = True
@@ -338,32 +302,7 @@ def _run() -> int:
     return 0 if is_good else 1
 
 
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}; see --help", exitcode=2)
-    # Backends that are not there are no news.
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
-    if _PLATFORM.value:
-        jax.config.update("jax_platforms", _PLATFORM.value)
-    if _CACHE_DIR.value:
-        jax.config.update("jax_compilation_cache_dir", _CACHE_DIR.value)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    try:
-        return _run()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
+flags.adopt_module_key_flags(_command_line)
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    run_command(_run)

@@ -1,10 +1,17 @@
-"""Weights of mixture-of-experts models for tests, made without compiling anything."""
+"""Mixture-of-experts models for tests, without much compiling."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from strata_jax import models
+
+# Compiled in a hurry, for tests that are not about bits.
+quick_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
 
 
 def moe_weights(config, seed=0, *, with_mtp=True):

@@ -297,7 +297,7 @@ def test_every_gate(vocab_size, num_base, num_lookup, verifier, draft_rule):
             draft = random_table(rng, vocab_size)
             settings = settings_of(gate, threshold, vocab_size, EVERY_GATE)
             cases.append(Case(f"{gate}, t = {threshold}", target, draft, settings))
-    for length in range(1, MAX_LENGTH - 2):
+    for length in (3, 5, 7):
         context = rng.integers(vocab_size, size=length)
         assert_laws_are_targets(own, cases, context=context.tolist())
         assert_laws_are_targets(own, cases[1::7], context=context, num_tokens=3)

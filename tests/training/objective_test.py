@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from moe_weights import moe_weights
+from moe_weights import moe_weights, quick_jit
 
 from strata_jax import models, training
 
@@ -167,10 +167,6 @@ def reference(params, texts, num_drafts):
     return loss + BALANCE_WEIGHT * sum(balance), metrics
 
 
-# Compiled in a hurry: nothing here is about bits.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def loss(params, num_drafts=NUM_DRAFTS):
     return training.joint_loss(
         CONFIG,
@@ -185,10 +181,10 @@ def loss(params, num_drafts=NUM_DRAFTS):
 @functools.cache
 def value_and_gradient(num_drafts=NUM_DRAFTS):
     function = functools.partial(loss, num_drafts=num_drafts)
-    (value, metrics), gradient = jit(jax.value_and_grad(function, has_aux=True))(
+    (value, metrics), gradient = quick_jit(jax.value_and_grad(function, has_aux=True))(
         params()
     )
-    return value, metrics, gradient
+    return value, metrics, jax.tree.map(np.asarray, gradient)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
@@ -234,7 +230,7 @@ def test_no_gradient_goes_through_the_targets_distribution(monkeypatch):
         def moved(step):
             return loss(params().replace(head=params().head + step * direction))[0]
 
-        return jit(lambda: jax.jvp(moved, (0.0,), (1.0,)))()[1]
+        return quick_jit(lambda: jax.jvp(moved, (0.0,), (1.0,)))()[1]
 
     direction = np.random.default_rng(1).normal(size=wanted.shape).astype(np.float32)
     monkeypatch.setattr(jax.lax, "stop_gradient", lambda values: values)
