@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moe_weights import moe_weights
+from moe_weights import moe_weights, quick_compilation
 
 import strata_jax as strata
 from strata_jax import (
@@ -855,6 +855,7 @@ def passes_through(mtp):
     return mtp.replace(layer=layer.replace(experts=experts))
 
 
+@quick_compilation()
 def test_bug_049_what_a_cell_joins():
     inputs, expected, naive = load("bug-049")
     config = moe_config(hidden_size=32)
@@ -885,6 +886,7 @@ def test_bug_049_what_a_cell_joins():
     check(joined(swapped, vectors[0]), naive["swapped"], expected["fc_out"])
 
 
+@quick_compilation()
 def test_bug_049_which_hidden_with_which_token():
     inputs, expected, naive = load("bug-049")
     window = inputs["window"]
@@ -1010,7 +1012,8 @@ def moe_rows(config, params, tokens):
     target, score = moe_target(config)
     zero, count = jnp.int32(0), jnp.int32(len(tokens))
     tokens = jnp.asarray(tokens, jnp.int32)
-    return score(params, target.init(params), tokens, zero, count)[0]
+    with quick_compilation():
+        return score(params, target.init(params), tokens, zero, count)[0]
 
 
 _OUTPUT = 15
@@ -1052,7 +1055,8 @@ def expert_outputs(config, params, tokens, rows=moe_rows):
 
 def forward_rows(config, params, tokens):
     forward = jax.jit(models.moe_forward, static_argnums=0)
-    outputs = forward(config, params, jnp.asarray([tokens], jnp.int32))
+    with quick_compilation():
+        outputs = forward(config, params, jnp.asarray([tokens], jnp.int32))
     return strata.TargetRows(outputs.logits[0], outputs.hidden[0])
 
 

@@ -1,6 +1,6 @@
 """Mixture-of-experts models for tests, without much compiling."""
 
-import functools
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,15 @@ import numpy as np
 
 from strata_jax import models
 
-# Compiled in a hurry, for tests that are not about bits.
-quick_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
+
+@contextlib.contextmanager
+def quick_compilation():
+    """Compiles in a hurry, for tests that are not about bits."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def moe_weights(config, seed=0, *, with_mtp=True):

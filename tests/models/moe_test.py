@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moe_weights import moe_weights, quick_jit
+from moe_weights import moe_weights, quick_compilation
 
 from strata_jax import TargetRows, models, targets, testing
 
@@ -63,7 +63,7 @@ def text_of(length, vocab_size=200):
 
 def rows_of(target, params, text, width=8):
     """Logits and features of a text, window by window."""
-    score = quick_jit(target.score)
+    score = jax.jit(target.score)
     state, rows = target.init(params), []
     for position in range(0, len(text), width):
         part = text[position : position + width]
@@ -141,9 +141,13 @@ def test_poison_fills_dead_slots_alone():
 
 @pytest.mark.parametrize("options", VARIANTS)
 def test_all_paths_compute_one_model(options):
-    config, params = variant(SMALL, *options)
+    with quick_compilation():
+        check_all_paths(*variant(SMALL, *options))
+
+
+def check_all_paths(config, params):
     text = text_of(21, config.vocab_size)
-    forward_all = quick_jit(models.moe_forward, static_argnums=0)
+    forward_all = jax.jit(models.moe_forward, static_argnums=0)
     forward = forward_all(config, params, text[None])
     for make in (targets.singleton, targets.batched):
         logits, features = rows_of(make(config, max_length=32), params, text)

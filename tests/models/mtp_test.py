@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moe_weights import moe_weights, quick_jit
+from moe_weights import moe_weights, quick_compilation
 
 from strata_jax import models, testing
 
@@ -66,8 +66,9 @@ def test_whole_texts_are_the_chain_of_cells():
     random = np.random.default_rng(0)
     tokens = random.integers(0, SMALL.vocab_size, (2, 8)).astype(np.int32)
     hidden = random.normal(size=(2, 7, 32)).astype(np.float32)
-    forward = quick_jit(models.mtp_forward, static_argnums=4)
-    found, _ = forward(params, params.mtp, hidden, tokens, 3)
+    forward = jax.jit(models.mtp_forward, static_argnums=4)
+    with quick_compilation():
+        found, _ = forward(params, params.mtp, hidden, tokens, 3)
     mtp = models.with_shared_tables(params)
     for text in range(2):
         wanted = chain_by_cells(mtp, hidden[text], tokens[text], 3)

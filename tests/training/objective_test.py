@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from moe_weights import moe_weights, quick_jit
+from moe_weights import moe_weights, quick_compilation
 
 from strata_jax import models, training
 
@@ -179,11 +179,12 @@ def loss(params, num_drafts=NUM_DRAFTS):
 
 
 @functools.cache
-def value_and_gradient(num_drafts=NUM_DRAFTS):
+def value_and_gradient(num_drafts):
     function = functools.partial(loss, num_drafts=num_drafts)
-    (value, metrics), gradient = quick_jit(jax.value_and_grad(function, has_aux=True))(
-        params()
-    )
+    with quick_compilation():
+        (value, metrics), gradient = jax.jit(
+            jax.value_and_grad(function, has_aux=True)
+        )(params())
     return value, metrics, jax.tree.map(np.asarray, gradient)
 
 
@@ -203,7 +204,7 @@ def test_values_against_numpy(num_drafts):
 
 
 def test_the_gradient_is_finite_and_reaches_every_tensor():
-    *_, gradient = value_and_gradient()
+    *_, gradient = value_and_gradient(NUM_DRAFTS)
     leaves, _ = jax.tree_util.tree_flatten_with_path(gradient)
     assert len(leaves) == len(jax.tree.leaves(params()))
     for path, leaf in leaves:
@@ -218,7 +219,7 @@ def test_no_gradient_goes_through_the_targets_distribution(monkeypatch):
     # With a draft head of its own, the target's makes that distribution and p alone.
     *_, without_drafts = value_and_gradient(0)
     wanted = without_drafts.head
-    *_, gradient = value_and_gradient()
+    *_, gradient = value_and_gradient(NUM_DRAFTS)
     np.testing.assert_allclose(gradient.head, wanted, rtol=0, atol=1e-6)
     # The states that both heads read do get one.
     gap = gradient.layers[0].query - without_drafts.layers[0].query
@@ -230,7 +231,8 @@ def test_no_gradient_goes_through_the_targets_distribution(monkeypatch):
         def moved(step):
             return loss(params().replace(head=params().head + step * direction))[0]
 
-        return quick_jit(lambda: jax.jvp(moved, (0.0,), (1.0,)))()[1]
+        with quick_compilation():
+            return jax.jit(lambda: jax.jvp(moved, (0.0,), (1.0,)))()[1]
 
     direction = np.random.default_rng(1).normal(size=wanted.shape).astype(np.float32)
     monkeypatch.setattr(jax.lax, "stop_gradient", lambda values: values)
