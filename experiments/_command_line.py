@@ -22,6 +22,8 @@ import strata_jax as strata
 CACHE = os.path.join(
     os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "strata_jax"
 )
+# Flags that say where things are on one machine, and change no result.
+_PLACES = ("out", "compilation_cache", "corpus_cache")
 _LOG_SECONDS = 20.0  # between lines, where there is no progress bar
 
 _PLATFORM = flags.DEFINE_enum(
@@ -82,6 +84,7 @@ def describe_run(command: str) -> dict[str, Any]:
         "flags": {
             flag.name: flag.value
             for flag in flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+            if flag.name not in _PLACES
         },
     }
 

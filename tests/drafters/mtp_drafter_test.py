@@ -139,6 +139,7 @@ def test_a_drafter_that_reads_dead_cells_fails():
         check_small(drafter._replace(propose=propose))
 
 
+@pytest.mark.slow
 def test_catching_up_reads_kept_rows_alone():
     drafter, params = mtp(num_draft_tokens=3), params_of(CONFIG)
     random = np.random.default_rng(0)
@@ -380,10 +381,8 @@ def plain_law(params, num_tokens):
     return law
 
 
-@pytest.mark.parametrize(
-    ("num_draft_tokens", "num_tokens"),
-    [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_draft_tokens", "num_tokens"), [(1, 1), (2, 2)])
 def test_the_law_is_the_targets(num_draft_tokens, num_tokens):
     params = moe_weights(TINY, 9)
     params = models.with_draft_vocabulary(params, [2, 0, 3])
