@@ -52,7 +52,7 @@ _ELSEWHERE = {
     "bug-050": "drafters/suffix_test.py::test_bug_050",
     "bug-053": "diagnostics/acceptance_test.py::test_bug_053",
     "bug-058": "checkpoints/safetensors_test.py",
-    "bug-059": "checkpoints/safetensors_test.py",
+    "bug-059": "checkpoints/moe_safetensors_test.py::test_bug_059_completeness",
 }
 _NOT_BUILT_YET = {
     "bug-046": "no model has a ring cache",
