@@ -114,6 +114,7 @@ def test_the_batched_control_gives_other_rows(params, plain):
     assert is_different.mean() > 0.5
 
 
+@pytest.mark.slow
 def test_requests_under_vmap_are_what_they_are_alone(params):
     target = targets.singleton(CONFIG, max_length=MAX_LENGTH)
     drafter = make_drafter("layer_skip", 2)

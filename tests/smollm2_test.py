@@ -178,14 +178,8 @@ def plain_tokens(model):
     return prompt, tokens
 
 
-# The default run takes the drafter that is a model.
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        pytest.param(name, marks=() if "layer_skip" in name else pytest.mark.slow)
-        for name in CONFIGURATIONS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_exact_match_emits_the_tokens_of_plain_decoding(
     model, plain_tokens, configuration
 ):

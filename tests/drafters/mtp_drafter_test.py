@@ -449,6 +449,7 @@ def test_a_head_of_another_vocabulary_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_head_given_by_itself_starts_as_the_shared_one():
     shared = params_of(SMALL)
     alone = Params(
