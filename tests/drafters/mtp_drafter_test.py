@@ -206,17 +206,18 @@ def test_a_text_of_one_token_has_no_draft_and_the_next_has():
 
 
 def test_eos_inside_a_window_and_a_request_that_is_over():
-    num_inside = 0
-    for seed in range(16):
-        state, windows = run(DECODER, start(DECODER, PROMPT, seed=seed, eos_ids=LIKELY))
+    num_inside, settings = 0, {"logit_bias": {5: 5.0}, "eos_ids": [5]}
+    for seed in range(8):
+        state, windows = run(DECODER, start(DECODER, PROMPT, seed=seed, **settings))
         if state.finish_reason != FinishReason.EOS:
             continue
         last = int(np.flatnonzero(windows.verdict.num_emitted)[-1])
         num_accepted = windows.verdict.num_accepted[last]
         if num_accepted < windows.verdict.num_emitted[last]:
             continue
-        # The last token was an accepted draft.
+        # The last token was an accepted draft; there were more.
         num_inside += 1
+        assert (windows.proposal.kind[last] == RowKind.OFFERED).all()
         assert int(state.drafter_state.num_cells) == int(state.context.length) - 1
         assert np.isfinite(state.drafter_state.hidden).all()
         before = jax.tree.map(np.asarray, dataclasses.replace(state, request_key=None))
@@ -224,7 +225,7 @@ def test_eos_inside_a_window_and_a_request_that_is_over():
         assert not windows.verdict.num_emitted.any()
         assert (windows.proposal.kind == RowKind.ABSENT).all()
         assert same_bits(before, dataclasses.replace(state, request_key=None))
-    assert num_inside >= 1
+    assert num_inside >= 3
 
 
 def tokens_of(decoder, seed):
@@ -250,7 +251,7 @@ def test_default_tokens_do_not_depend_on_the_drafter(num_draft_tokens):
         tokens, accepted = tokens_of(decoder, seed)
         assert tokens == wanted
         num_accepted += int(accepted.sum())
-    assert num_accepted >= 10
+    assert num_accepted >= 10, num_accepted
 
 
 @pytest.mark.slow
@@ -448,7 +449,6 @@ def test_a_head_of_another_vocabulary_is_refused():
         jax.eval_shape(decoder.step, params, state)
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_head_given_by_itself_starts_as_the_shared_one():
     shared = params_of(SMALL)
