@@ -35,8 +35,27 @@ def joint_loss(
       The loss, and by name: `next_token` (mean negative log-likelihood in nats),
       `overlap_1`, ... (mean sum of min(p, q) of each draft), `balance` (1 if even).
 
+    Raises:
+      ValueError: if texts are too short, or there is no draft head, or one with a draft
+        vocabulary.
+
     Exactness: not concerned; what is trained only changes the speed.
     """
+    if tokens.shape[1] < num_drafts + 2:
+        raise ValueError(
+            f"tokens must have at least num_drafts + 2 = {num_drafts + 2} columns, got "
+            f"{tokens.shape[1]}"
+        )
+    if num_drafts and params.mtp is None:
+        raise ValueError(
+            "params has no draft head: give num_drafts=0, or make them with "
+            "random_moe_params(..., with_mtp=True)"
+        )
+    if params.mtp is not None and params.mtp.draft_tokens is not None:
+        raise ValueError(
+            "params.mtp has a draft vocabulary: train with the whole, and reduce it "
+            "afterwards with models.with_draft_vocabulary"
+        )
     outputs = moe_forward(config, params, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(
         outputs.logits, tokens[:, 1:]
@@ -46,12 +65,7 @@ def joint_loss(
     num_balanced = config.num_layers
     metrics = {"next_token": next_token}
     loss = next_token
-    if num_drafts:
-        if params.mtp is None:
-            raise ValueError(
-                "params has no draft head: give num_drafts=0, or make them with "
-                "random_moe_params(..., with_mtp=True)"
-            )
+    if num_drafts and params.mtp is not None:
         # Cell c pairs hidden c with token c + 1 and drafts what row c + 1 is about.
         drafts, mtp_balance = mtp_forward(
             params, params.mtp, outputs.hidden[:, :-1], tokens[:, :-1], num_drafts
