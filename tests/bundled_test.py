@@ -89,7 +89,7 @@ def test_it_writes_text_with_its_draft_head():
 def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path):
     config, _ = checks.loaded()
     tokens, _ = plain
-    params = checks.placed(mixed, ("host", "resident", "resident", "host"), tmp_path)
+    params = checks.placed(mixed, ("host", "cold", "resident", "host"), tmp_path)
     target = targets.singleton(
         config, max_length=checks.MAX_LENGTH, num_cached_experts=3
     )

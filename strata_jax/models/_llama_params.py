@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from strata_jax import _checks
-
-_LARGEST = float(jnp.finfo(jnp.float32).max)
+from strata_jax.models._family_checks import check_config, check_form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,19 +56,7 @@ class LlamaConfig:
             "intermediate_size",
             "max_position",
         )
-        for name in sizes:
-            _checks.check_integer(name, getattr(self, name), 1)
-        for name in ("rope_theta", "norm_epsilon"):
-            value = getattr(self, name)
-            if not 0 < _checks.check_number(name, value, 0.0, _LARGEST):
-                raise ValueError(f"{name} must be positive, got {value!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads "
-                f"({self.num_heads})"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        check_config(self, sizes)
 
 
 @flax.struct.dataclass
@@ -119,17 +106,8 @@ def check_params(config: LlamaConfig, params: LlamaParams) -> None:
 
     Exactness: not concerned.
     """
+    check_form(config, params, LlamaParams)
     expected = jax.eval_shape(lambda: random_params(config, jax.random.key(0)))
-    if len(params.layers) != config.num_layers:
-        raise ValueError(
-            f"params has {len(params.layers)} layers, config {config.num_layers}: give "
-            "the weights that belong to this configuration"
-        )
-    if (params.head is None) != config.tie_embeddings:
-        raise ValueError(
-            f"params.head is {'' if params.head is None else 'not '}None, and "
-            f"config.tie_embeddings is {config.tie_embeddings}: they must agree"
-        )
     wanted = jax.tree.leaves_with_path(expected)
     found = jax.tree.leaves_with_path(params)
     for (path, shape), (_, array) in zip(wanted, found, strict=True):

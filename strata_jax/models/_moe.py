@@ -68,13 +68,12 @@ def empty_moe_cache(
     """
     shape = cache_shape(config, max_length)
     dtype = params.embedding.dtype
-    num_slots = min(num_cached_experts, config.num_experts)
 
     def expert_cache(layer: MoeLayer) -> ExpertCache | None:
-        if not num_slots or not needs_cache(layer.experts):
+        if not num_cached_experts or not needs_cache(layer.experts):
             return None
         num_words = layer.experts.shape.num_words
-        return empty_expert_cache(num_slots, num_words, config.num_experts)
+        return empty_expert_cache(num_cached_experts, num_words, config.num_experts)
 
     experts = tuple(expert_cache(layer) for layer in params.layers)
     routing = None

@@ -13,6 +13,7 @@ import numpy as np
 
 from strata_jax import _checks
 from strata_jax.experts import ExpertWeights
+from strata_jax.models._family_checks import check_config, check_form
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _OFFSETS = "; of a file's offsets d2t give i + d2t[i]"
@@ -61,27 +62,14 @@ class MoeConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.type != "int":
-                continue
-            least = 0 if field.name == "shared_expert_size" else 1
-            _checks.check_integer(field.name, getattr(self, field.name), least)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of "
-                f"num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary pairs")
+        sizes = {f.name for f in dataclasses.fields(self) if f.type == "int"}
+        check_config(self, sorted(sizes - {"shared_expert_size"}))
+        _checks.check_integer("shared_expert_size", self.shared_expert_size, 0)
         if self.num_experts_per_token > self.num_experts:
             raise ValueError(
                 f"num_experts_per_token={self.num_experts_per_token} exceeds "
                 f"num_experts={self.num_experts}: a token cannot visit an expert twice"
             )
-        for name in ("rope_theta", "norm_epsilon"):
-            value = getattr(self, name)
-            if not 0 < _checks.check_number(name, value, 0.0, _LARGEST):
-                raise ValueError(f"{name} must be positive, got {value!r}")
 
 
 @flax.struct.dataclass
@@ -241,16 +229,7 @@ def check_moe_params(config: MoeConfig, params: MoeParams) -> None:
 
     Exactness: not concerned.
     """
-    if len(params.layers) != config.num_layers:
-        raise ValueError(
-            f"params has {len(params.layers)} layers, config {config.num_layers}: give "
-            "the weights that belong to this configuration"
-        )
-    if (params.head is None) != config.tie_embeddings:
-        raise ValueError(
-            f"params.head is {'' if params.head is None else 'not '}None, and "
-            f"config.tie_embeddings is {config.tie_embeddings}: they must agree"
-        )
+    check_form(config, params, MoeParams)
     expected = jax.eval_shape(lambda: random_moe_params(config, jax.random.key(0)))
     for field in ("embedding", "final_norm", "head"):
         wanted = getattr(expected, field)

@@ -56,8 +56,18 @@ def find_family(
         raise ValueError(f"expert_mode must be one of {MODES}, got {expert_mode!r}")
     _checks.check_integer("num_cached_experts", num_cached_experts, 0)
     if isinstance(config, LlamaConfig):
+        if num_cached_experts or expert_mode == "shared":
+            raise ValueError(
+                "num_cached_experts and expert_mode are for models with experts: leave "
+                "them out for a LlamaConfig"
+            )
         return _llama(config)
     if isinstance(config, MoeConfig):
+        if num_cached_experts > config.num_experts:
+            raise ValueError(
+                f"num_cached_experts={num_cached_experts} exceeds the "
+                f"{config.num_experts} experts of a layer"
+            )
         return _moe(config, expert_mode, num_cached_experts, max_window)
     raise ValueError(
         f"config must be a models.LlamaConfig or models.MoeConfig, got {config!r}; "

@@ -358,6 +358,7 @@ def test_packed_experts_of_another_shape_are_named():
         ({"num_cached_experts": -1}, "num_cached_experts must be at least 0"),
         ({"num_cached_experts": 1.5}, "num_cached_experts must be an integer"),
         ({"num_cached_experts": True}, "num_cached_experts must be an integer"),
+        ({"num_cached_experts": 5}, "num_cached_experts=5 exceeds the 4 experts"),
     ],
 )
 def test_bad_options_of_a_target_are_refused(options, message):
@@ -365,10 +366,26 @@ def test_bad_options_of_a_target_are_refused(options, message):
         targets.singleton(SMALL, max_length=32, **options)
 
 
-def test_no_more_experts_are_cached_than_there_are():
-    params = models.experts_on_host(small_packed())
-    target = targets.singleton(SMALL, max_length=32, num_cached_experts=100)
-    state = jax.eval_shape(target.init, params)
+def test_nothing_is_cached_of_what_is_on_the_device():
+    target = targets.singleton(SMALL, max_length=32, num_cached_experts=4)
+    state = jax.eval_shape(target.init, models.experts_on_host(small_packed()))
     assert [cache.expert.shape for cache in state.experts] == [(4,), (4,)]
-    # Nor is anything cached of what is on the device.
     assert target.init(small_packed()).experts == (None, None)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_cached_experts": 1}, {"expert_mode": "shared"}]
+)
+def test_a_llama_has_no_experts_to_place(options):
+    config = models.LlamaConfig(8, 16, 1, 1, 1, 16, 16)
+    with pytest.raises(ValueError, match="for models with experts"):
+        targets.singleton(config, max_length=32, **options)
+
+
+def test_weights_of_another_family_are_refused():
+    config = models.LlamaConfig(8, 16, 1, 1, 1, 16, 16)
+    llama = models.random_params(config, jax.random.key(0))
+    with pytest.raises(ValueError, match=r"must be models\.MoeParams for a MoeConfig"):
+        targets.singleton(SMALL, max_length=32).init(llama)
+    with pytest.raises(ValueError, match=r"must be models\.LlamaParams for a Llama"):
+        targets.singleton(config, max_length=32).init(small_packed())
