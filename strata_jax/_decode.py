@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from strata_jax import _checks
+from strata_jax._combination import check_combination, check_parts
 from strata_jax._emission import (
     append_tokens,
     count_emitted,
@@ -26,7 +27,6 @@ from strata_jax._request import (
     DecoderState,
     Request,
     check_request,
-    check_setting_names,
 )
 from strata_jax._rng import Stream, window_uniforms
 from strata_jax._status import Status, raise_if_failed
@@ -89,9 +89,9 @@ def speculative_decoder(
     drafter = no_drafter() if drafter is None else drafter
     gate = always() if gate is None else gate
     verifier = exact_match() if verifier is None else verifier
-    _check_parts(target, drafter, gate, verifier)
+    check_parts(target, drafter, gate, verifier)
     rule = verifier.draft_rule if draft_rule is None else draft_rule
-    _check_combination(target, drafter, gate, verifier, rule, bit_exact)
+    check_combination(target, drafter, gate, verifier, rule, bit_exact)
     if max_candidates is not None:
         max_candidates = _checks.check_integer("max_candidates", max_candidates, 1)
 
@@ -427,69 +427,6 @@ def _scan(
         return state, window if trace else window.verdict
 
     return lax.scan(body, state, None, length=num_windows)
-
-
-def _check_parts(
-    target: TargetModel, drafter: Drafter, gate: Gate, verifier: Verifier
-) -> None:
-    for name, part, kind in (
-        ("target", target, TargetModel),
-        ("drafter", drafter, Drafter),
-        ("gate", gate, Gate),
-        ("verifier", verifier, Verifier),
-    ):
-        if not isinstance(part, kind):
-            called = ": call the factory" if callable(part) else ""
-            raise ValueError(
-                f"{name} must be a strata_jax.{kind.__name__}, got {part!r}{called}"
-            )
-    _checks.check_integer("the drafter's num_draft_tokens", drafter.num_draft_tokens, 0)
-
-
-def _check_combination(
-    target: TargetModel,
-    drafter: Drafter,
-    gate: Gate,
-    verifier: Verifier,
-    draft_rule: str,
-    bit_exact: bool,
-) -> None:
-    if draft_rule not in ("sample", "argmax"):
-        raise ValueError(f'draft_rule must be "sample" or "argmax", got {draft_rule!r}')
-    if draft_rule not in verifier.draft_rules:
-        raise ValueError(
-            f"draft_rule={draft_rule!r} does not go with verifiers.{verifier.name}(): "
-            "an argmax draft is no draw from the soft measure that it would be "
-            "weighed by. Use verifiers.exact_match(), or draft_rule='sample'"
-        )
-    if bit_exact and not target.is_bit_exact:
-        raise ValueError(
-            f"targets.{target.name} is not bitwise the singleton's: use "
-            "targets.singleton, or pass bit_exact=False to use it as a control"
-        )
-    if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the drafter's vocabulary has {drafter.vocab_size} tokens, the target's "
-            f"{target.vocab_size}: a drafter must propose ids of the target"
-        )
-    num_rows = drafter.num_draft_tokens + 1
-    if target.max_window is not None and num_rows > target.max_window:
-        raise ValueError(
-            f"num_draft_tokens={drafter.num_draft_tokens} gives windows of {num_rows} "
-            f"rows, and the target takes max_window={target.max_window}: build it with "
-            "a larger one"
-        )
-    if num_rows > target.max_length:
-        raise ValueError(
-            f"num_draft_tokens={drafter.num_draft_tokens} does not fit into a context "
-            f"of max_length={target.max_length}: draft less or give a longer context"
-        )
-    if drafter.max_length is not None and drafter.max_length < target.max_length:
-        raise ValueError(
-            f"the drafter's max_length={drafter.max_length} is shorter than the "
-            f"target's {target.max_length}: build both with one max_length"
-        )
-    check_setting_names(gate)
 
 
 def _split_params(params: Any) -> tuple[Any, Any]:

@@ -7,6 +7,9 @@ from strata_jax.checkpoints._byte_tokenizer import ByteStream as ByteStream
 from strata_jax.checkpoints._byte_tokenizer import ByteTokenizer as ByteTokenizer
 from strata_jax.checkpoints._gguf import find_smollm2 as find_smollm2
 from strata_jax.checkpoints._gguf import load_gguf as load_gguf
+from strata_jax.checkpoints._gguf_tokenizer import (
+    load_gguf_tokenizer as load_gguf_tokenizer,
+)
 from strata_jax.checkpoints._hugging_face import load_safetensors as load_safetensors
 from strata_jax.checkpoints._hugging_face import save_model as save_model
 from strata_jax.checkpoints._packed_model import load_packed_model as load_packed_model
@@ -16,5 +19,6 @@ from strata_jax.checkpoints._safetensors import read_safetensors as read_safeten
 from strata_jax.checkpoints._safetensors import save_safetensors as save_safetensors
 from strata_jax.checkpoints._tokenizer import DecodeStream as DecodeStream
 from strata_jax.checkpoints._tokenizer import Tokenizer as Tokenizer
-from strata_jax.checkpoints._tokenizer import load_gguf_tokenizer as load_gguf_tokenizer
-from strata_jax.checkpoints._tokenizer import load_tokenizer_json as load_tokenizer_json
+from strata_jax.checkpoints._tokenizer_json import (
+    load_tokenizer_json as load_tokenizer_json,
+)

@@ -1,12 +1,10 @@
 """Conformance checks for users' own parts, and a NumPy oracle."""
 
-from strata_jax.testing._conformance import ConformanceError as ConformanceError
+from strata_jax.testing._broken import ConformanceError as ConformanceError
 from strata_jax.testing._conformance import check_drafter as check_drafter
 from strata_jax.testing._conformance import check_gate as check_gate
 from strata_jax.testing._conformance import check_law as check_law
-from strata_jax.testing._conformance import check_target as check_target
 from strata_jax.testing._conformance import check_verifier as check_verifier
-from strata_jax.testing._conformance import poison_cache as poison_cache
 from strata_jax.testing._oracle import OracleVerdict as OracleVerdict
 from strata_jax.testing._oracle import oracle_chain as oracle_chain
 from strata_jax.testing._oracle import oracle_chain_cuts as oracle_chain_cuts
@@ -20,3 +18,5 @@ from strata_jax.testing._oracle import (
     oracle_verify_exact_match as oracle_verify_exact_match,
 )
 from strata_jax.testing._oracle import oracle_verify_token as oracle_verify_token
+from strata_jax.testing._target_bits import check_target as check_target
+from strata_jax.testing._target_bits import poison_cache as poison_cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,15 +27,11 @@ from strata_jax._types import (
     Verifier,
     Window,
 )
-from strata_jax.drafters import ModelDrafterState, MtpDrafterState, model
-from strata_jax.models import LlamaCache, MoeCache, MtpCache
+from strata_jax.drafters import model
 from strata_jax.targets import TabularParams, tabular
+from strata_jax.testing._broken import ConformanceError, as_int, require, same_bits
 
 _LAW_TOLERANCE = {np.dtype(np.float32): 1e-6, np.dtype(np.float64): 1e-12}
-
-
-class ConformanceError(AssertionError):
-    """A part breaks a contract; the message names it."""
 
 
 def check_law(
@@ -98,21 +92,22 @@ def check_gate(gate: Gate, *, seed: int = 0, **settings: float) -> None:
             context = _gate_context(gate, vocab_size)
             decision = decide(numbers, context, row)
             again = decide(numbers, context, row)
-            _require(decision.attempt.shape == (), "G1: attempt must be a scalar bool")
-            _require(decision.attempt.dtype == bool, "G1: attempt must be a bool")
+            require(decision.attempt.shape == (), "G1: attempt must be a scalar bool")
+            require(decision.attempt.dtype == bool, "G1: attempt must be a bool")
             for name in ("admit", "go_on"):
-                _require(
+                require(
                     getattr(decision, name).shape == (vocab_size,),
                     f"G1: {name} must have one entry for each of {vocab_size} tokens",
                 )
-            _require(decision.go_on.dtype == bool, "G1: go_on must be bool")
+            require(decision.go_on.dtype == bool, "G1: go_on must be bool")
             admit = np.asarray(decision.admit, np.float64)
-            _require(
+            require(
                 bool(np.all((admit >= 0) & (admit <= 1))),
                 "G1: admit must lie in [0, 1]",
             )
-            _require(
-                _same(decision, again), "G1: two calls on one row gave two decisions"
+            require(
+                same_bits(decision, again),
+                "G1: two calls on one row gave two decisions",
             )
     target, params, table = _tables(seed)
     decoder = speculative_decoder(
@@ -223,7 +218,7 @@ def check_drafter(
         if int(state.finish_reason):
             break
         length = int(state.context.length)
-        spoiled = spoil(state.drafter_state, _int(length - 1))
+        spoiled = spoil(state.drafter_state, as_int(length - 1))
         before = state.replace(drafter_state=spoiled)
         draws = draw(params, before)
         state, window = step(params, before, draws)
@@ -231,15 +226,15 @@ def check_drafter(
         _check_proposal(window)
         room = budget - int(before.counts.num_output) - 1
         num_attempted = int((window.proposal.kind != RowKind.ABSENT).sum())
-        _require(
+        require(
             num_attempted <= max(room, 0),
             f"P2: {num_attempted} rows attempted with room for {room}",
         )
 
         other = jax.tree.map(lambda leaf: 1 - 2**-24 - leaf, draws.verifier)
         _, twin = step(params, before, draws.replace(verifier=other))
-        _require(
-            _same(window.proposal, twin.proposal),
+        require(
+            same_bits(window.proposal, twin.proposal),
             "R1: the proposal depends on the verifier's draws",
         )
         fresh = decoder.init(
@@ -251,8 +246,8 @@ def check_drafter(
         )
         fresh = fresh.replace(gate_state=before.gate_state)
         _, expected = step(params, fresh, draw(params, fresh))
-        _require(
-            _same(window.proposal, expected.proposal),
+        require(
+            same_bits(window.proposal, expected.proposal),
             f"T2: in window {index} the proposal is not that of a fresh drafter on the "
             "committed text: its cache was not rolled back or not brought up to date, "
             "or slots are read that no committed token has filled",
@@ -260,205 +255,38 @@ def check_drafter(
     return num_accepted
 
 
-def check_target(
-    target: TargetModel,
-    params: Any,
-    tokens: Sequence[int],
-    *,
-    max_width: int = 8,
-    poison: Callable[[Any, jax.Array], Any] | None = None,
-) -> dict[str, int]:
-    """Checks a target's arithmetic bit by bit against its T = 1 program (T1, T2).
-
-    Widths 1 .. `max_width`, windows whose drafts are rejected, prefill in one piece and
-    in several, and `vmap` over two requests.
-
-    Args:
-      target: the target; a float32 width of at least 256 makes the test meaningful.
-      params: its weights.
-      tokens: a text, at least `2 * max_width` token ids.
-      max_width: the largest window.
-      poison: (state, position) -> state with NaN in all slots from `position` on,
-        jittable; if given, windows are scored on poisoned caches. `poison_cache` does
-        it for the library's models.
-
-    Returns:
-      How many logit rows were compared, by check.
-
-    Raises:
-      ConformanceError: naming the contract, the width and the row.
-
-    Exactness: every comparison is of bits.
-    """
-    text = np.asarray(tokens, np.int32)
-    if not 2 * max_width <= len(text) <= target.max_length:
-        raise ValueError(
-            f"tokens must hold between 2 * max_width = {2 * max_width} and the "
-            f"target's max_length = {target.max_length} ids, got {len(text)}"
-        )
-    one = jax.jit(target.score, donate_argnums=1)
-    window = jax.jit(target.score, donate_argnums=1)
-    prefill = jax.jit(target.prefill)
-    commit = jax.jit(target.commit)
-    spoil = jax.jit(poison or (lambda state, position: state), donate_argnums=0)
-
-    expected = []
-    state = target.init(params)
-    for position in range(len(text)):
-        rows, state = one(
-            params, state, text[position : position + 1], _int(position), _int(1)
-        )
-        state = commit(state, _int(position), _int(1))
-        expected.append(np.asarray(rows.logits[0]))
-
-    def run(width: int, num_kept: int) -> int:
-        """Scores windows of `width` rows and keeps `num_kept` of each."""
-        state = target.init(params)
-        position, compared = 0, 0
-        while position < len(text):
-            count = min(width, len(text) - position)
-            piece = np.zeros(max_width, np.int32)
-            piece[:count] = text[position : position + count]
-            # Rows that will be rejected hold other tokens than the text.
-            piece[num_kept:count] = (piece[num_kept:count] + 1) % target.vocab_size
-            state = spoil(state, _int(position))
-            rows, state = window(params, state, piece, _int(position), _int(count))
-            logits = np.asarray(rows.logits)
-            kept = min(num_kept, count)
-            for row in range(kept):
-                if not np.array_equal(
-                    logits[row], expected[position + row], equal_nan=True
-                ):
-                    differing = int((logits[row] != expected[position + row]).sum())
-                    raise ConformanceError(
-                        f"T1: window of {width} rows at position {position}, row "
-                        f"{row}: {differing} of {logits.shape[1]} logits differ from "
-                        "the singleton's"
-                    )
-            state = commit(state, _int(position), _int(kept))
-            position += kept
-            compared += kept
-        return compared
-
-    counts = {"widths": 0, "rejections": 0, "prefill": 0, "vmap": 0}
-    for width in range(1, max_width + 1):
-        counts["widths"] += run(width, width)
-    for num_kept in range(1, max_width, 3):
-        counts["rejections"] += run(max_width, num_kept)
-
-    last = len(text) - 1
-    for cuts in ([0, last], [0, last // 3, last // 3 + 1, last]):
-        state = target.init(params)
-        for start, stop in itertools.pairwise(cuts):
-            state, _ = prefill(params, state, text, _int(start), _int(stop))
-        rows, _ = one(
-            params, spoil(state, _int(last)), text[last:], _int(last), _int(1)
-        )
-        _require(
-            np.array_equal(rows.logits[0], expected[last], equal_nan=True),
-            f"T1: prefill in pieces {cuts} gives other logits than decoding",
-        )
-        counts["prefill"] += 1
-
-    position = max_width
-    states = [
-        prefill(
-            params,
-            target.init(params),
-            (text + shift) % target.vocab_size,
-            _int(0),
-            _int(position),
-        )[0]
-        for shift in (0, 1)
-    ]
-    stop = position + max_width
-    pieces = [(text[position:stop] + shift) % target.vocab_size for shift in (0, 1)]
-    batched = jax.jit(jax.vmap(target.score, in_axes=(None, 0, 0, None, None)))
-    together, _ = batched(
-        params, audit.stack(states), jnp.stack(pieces), _int(position), _int(2)
-    )
-    for request in (0, 1):
-        alone, _ = window(
-            params, states[request], pieces[request], _int(position), _int(2)
-        )
-        _require(
-            np.array_equal(together.logits[request], alone.logits, equal_nan=True),
-            "T1: a request under vmap gets other logits than alone",
-        )
-        counts["vmap"] += 2
-    return counts
-
-
-def poison_cache(cache: Any, position: jax.Array) -> Any:
-    """Fills a cache with NaN from a position on, for the checks of dead slots.
-
-    Args:
-      cache: a `LlamaCache`, `MoeCache` or `MtpCache`; or the state of `drafters.model`
-        or `drafters.mtp` that holds one, which is filled from the first slot on that
-        it has not committed itself.
-      position: [] int32, the first dead slot.
-
-    Returns:
-      The poisoned cache.
-
-    Raises:
-      ValueError: if it is no such cache.
-
-    Exactness: no bit of any logit may change by it.
-    """
-    if isinstance(cache, ModelDrafterState):
-        position = jnp.minimum(position, cache.num_cached)
-        target_state = poison_cache(cache.target_state, position)
-        return dataclasses.replace(cache, target_state=target_state)
-    if isinstance(cache, MtpDrafterState):
-        position = jnp.minimum(position, cache.num_cells)
-        return dataclasses.replace(cache, cache=poison_cache(cache.cache, position))
-    if not isinstance(cache, LlamaCache | MoeCache | MtpCache):
-        raise ValueError(
-            f"cache is a {type(cache).__name__}, no cache of the library's models: "
-            "give a poison of your own"
-        )
-
-    def spoil(rows: jax.Array) -> jax.Array:
-        is_dead = jnp.arange(rows.shape[1], dtype=jnp.int32) >= position
-        return jnp.where(is_dead[None, :, None], jnp.nan, rows)
-
-    keys, values = jax.tree.map(spoil, (cache.keys, cache.values))
-    return dataclasses.replace(cache, keys=keys, values=values)
-
-
 def _check_proposal(window: Window) -> None:
     proposal: Proposal = window.proposal
     kind = np.asarray(proposal.kind)
     order = {RowKind.OFFERED: 0, RowKind.NULL: 1, RowKind.ABSENT: 2}
     places = [order[RowKind(value)] for value in kind]
-    _require(
+    require(
         places == sorted(places) and places.count(1) <= 1,
         f"P1: kinds must read OFFERED*, NULL?, ABSENT*, got {kind.tolist()}",
     )
     measure = np.asarray(proposal.measure, np.float64)
     tokens = np.asarray(proposal.tokens)
-    _require(bool((measure >= 0).all()), "P1: a measure is negative")
-    _require(bool((measure.sum(axis=1) <= 1 + 1e-5).all()), "P1: a measure exceeds 1")
+    require(bool((measure >= 0).all()), "P1: a measure is negative")
+    require(bool((measure.sum(axis=1) <= 1 + 1e-5).all()), "P1: a measure exceeds 1")
     for row, value in enumerate(kind):
         if value == RowKind.OFFERED:
             token = int(tokens[row])
-            _require(0 <= token < measure.shape[1], f"P1: row {row} offers no token id")
-            _require(
+            require(0 <= token < measure.shape[1], f"P1: row {row} offers no token id")
+            require(
                 measure[row, token] > 0,
                 f"P1: row {row} offers token {token}, which its measure excludes",
             )
         else:
-            _require(
+            require(
                 int(tokens[row]) == -1, f"P1: row {row} shows a token it does not offer"
             )
         if value == RowKind.ABSENT:
-            _require(not measure[row].any(), f"P1: the ABSENT row {row} has a measure")
+            require(not measure[row].any(), f"P1: the ABSENT row {row} has a measure")
 
 
 def _check_difference(difference: audit.LawDifference) -> None:
     dtype = np.dtype(jnp.zeros((), float).dtype)
-    _require(
+    require(
         difference.total_variation <= _LAW_TOLERANCE[dtype],
         "V1: the emitted law is not the target's: total variation "
         f"{difference.total_variation:.3g}, worst at {difference.worst_tokens}",
@@ -499,23 +327,9 @@ def _tables(seed: int) -> tuple[TargetModel, Params, np.ndarray]:
 def _gate_context(gate: Gate, vocab_size: int) -> GateContext:
     tokens = jnp.arange(8, dtype=jnp.int32) % vocab_size
     return GateContext(
-        committed=Context(tokens=tokens, length=_int(5)),
-        row=_int(0),
+        committed=Context(tokens=tokens, length=as_int(5)),
+        row=as_int(0),
         draft_tokens=jnp.full(3, -1, jnp.int32),
         draft_token_probs=jnp.zeros(3, float),
         state=gate.init(),
     )
-
-
-def _int(value: int) -> jax.Array:
-    return jnp.asarray(value, jnp.int32)
-
-
-def _same(first: Any, second: Any) -> bool:
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConformanceError(message)
