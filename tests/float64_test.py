@@ -26,7 +26,8 @@ WITH_DEBUG_NANS = "gated_instances or top_instances or 2-2-token"
 
 def run_tests(names: str, **environment: str) -> int:
     """Runs the named tests and returns how many passed; fails if any did not."""
-    command = [sys.executable, "-m", "pytest", "tests/law_test.py", "tests/audit"]
+    tests = ("tests/law_test.py", "tests/suffix_root_law_test.py", "tests/audit")
+    command = [sys.executable, "-m", "pytest", *tests]
     command += ["-q", "-p", "no:cacheprovider", "-k", names]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     result = subprocess.run(
@@ -52,7 +53,7 @@ def test_laws_in_float64():
 
 @pytest.mark.slow
 def test_all_laws_in_float64():
-    assert run_tests("", JAX_ENABLE_X64="1") >= 84
+    assert run_tests("", JAX_ENABLE_X64="1") >= 94
 
 
 def test_laws_without_a_nan():
