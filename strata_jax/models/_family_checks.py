@@ -8,25 +8,16 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 
 from strata_jax import _checks
+from strata_jax.models._attention import AttentionShape
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-class FamilyShape(Protocol):
+class FamilyShape(AttentionShape, Protocol):
     """What the families' configurations have in common."""
 
     @property
     def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def norm_epsilon(self) -> float: ...
     @property
     def tie_embeddings(self) -> bool: ...
 

@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from tiny_checkpoints import TESTDATA, Checkpoint
 
 from strata_jax import checkpoints, models
 
-TESTDATA = pathlib.Path(__file__).parents[1] / "testdata"
 CASES = {
     case["id"]: case
     for case in json.loads((TESTDATA / "cases.json").read_text(encoding="utf-8"))
@@ -64,15 +64,12 @@ DEEPSEEK_V3 = {
 NUM_SHARED = 12
 
 
-class Checkpoint:
-    """A copy of a tiny model that a test may damage."""
+class MoeCheckpoint(Checkpoint):
+    """One to which a test may add parts as well."""
 
     def __init__(self, folder: pathlib.Path, name: str):
-        self.folder = folder
+        super().__init__(folder, name)
         self.random = np.random.default_rng(0)
-        source = TESTDATA / f"qwen3_moe_tiny_{name}"
-        self.config = json.loads((source / "config.json").read_text())
-        self.tensors = safetensors.numpy.load_file(source / "model.safetensors")
 
     def add(self, name, *shape):
         self.tensors[name] = self.random.normal(size=shape).astype(np.float32)
@@ -99,21 +96,15 @@ class Checkpoint:
         for field in own_tables:
             self.add(names[field], 97, 48)
 
-    def load(self, **kwargs):
-        (self.folder / "config.json").write_text(json.dumps(self.config))
-        path = self.folder / "model.safetensors"
-        safetensors.numpy.save_file(self.tensors, path)
-        return checkpoints.load_safetensors(self.folder, **kwargs)
+
+@pytest.fixture
+def untied(tmp_path) -> MoeCheckpoint:
+    return MoeCheckpoint(tmp_path, "qwen3_moe_tiny_untied")
 
 
 @pytest.fixture
-def untied(tmp_path) -> Checkpoint:
-    return Checkpoint(tmp_path, "untied")
-
-
-@pytest.fixture
-def tied(tmp_path) -> Checkpoint:
-    return Checkpoint(tmp_path, "tied")
+def tied(tmp_path) -> MoeCheckpoint:
+    return MoeCheckpoint(tmp_path, "qwen3_moe_tiny_tied")
 
 
 # What is where.
@@ -194,7 +185,7 @@ def test_draft_head_under_both_naming_schemes(untied, prefix, names, own_tables)
 def test_bug_059_completeness(tmp_path, index):
     case = CASES["bug-059"]["inputs"]["cases"][index]
     expected = CASES["bug-059"]["expected"]["result"][index]
-    checkpoint = Checkpoint(tmp_path, "untied")
+    checkpoint = MoeCheckpoint(tmp_path, "qwen3_moe_tiny_untied")
     tensors, config = checkpoint.tensors, checkpoint.config
     if "tie_word_embeddings" in case:
         config["tie_word_embeddings"] = case["tie_word_embeddings"]

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from tiny_checkpoints import TESTDATA, Checkpoint
 
 from strata_jax import checkpoints
 from strata_jax.models import LlamaConfig
 
-TESTDATA = pathlib.Path(__file__).parents[1] / "testdata"
 CASES = {
     case["id"]: case
     for case in json.loads((TESTDATA / "cases.json").read_text(encoding="utf-8"))
@@ -184,30 +184,14 @@ def test_saved_file_has_ordinary_permissions(path):
     assert path.stat().st_mode == ordinary.stat().st_mode
 
 
-class Checkpoint:
-    """A copy of a tiny llama that a test may damage."""
-
-    def __init__(self, folder: pathlib.Path, name: str):
-        self.folder = folder
-        source = TESTDATA / f"llama_tiny_{name}"
-        self.config = json.loads((source / "config.json").read_text())
-        self.tensors = safetensors.numpy.load_file(source / "model.safetensors")
-
-    def load(self, **kwargs):
-        (self.folder / "config.json").write_text(json.dumps(self.config))
-        path = self.folder / "model.safetensors"
-        safetensors.numpy.save_file(self.tensors, path)
-        return checkpoints.load_safetensors(self.folder, **kwargs)
-
-
 @pytest.fixture
 def untied(tmp_path) -> Checkpoint:
-    return Checkpoint(tmp_path, "untied")
+    return Checkpoint(tmp_path, "llama_tiny_untied")
 
 
 @pytest.fixture
 def tied(tmp_path) -> Checkpoint:
-    return Checkpoint(tmp_path, "tied")
+    return Checkpoint(tmp_path, "llama_tiny_tied")
 
 
 def test_every_weight_arrives_in_its_place():
@@ -260,7 +244,7 @@ def bug_059_cases():
 
 @pytest.mark.parametrize(("case", "expected"), bug_059_cases())
 def test_completeness(tmp_path, case, expected):
-    checkpoint = Checkpoint(tmp_path, "untied")
+    checkpoint = Checkpoint(tmp_path, "llama_tiny_untied")
     tensors, config = checkpoint.tensors, checkpoint.config
     if "tie_word_embeddings" in case:
         config["tie_word_embeddings"] = case["tie_word_embeddings"]
