@@ -18,9 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,19 +26,17 @@ from typing import Any
 
 import _command_line
 import _parity_trials as trials
+import _results
 import jax
-from _command_line import describe_run, replaced, run_command, write_json
+from _command_line import describe_run, replaced, run_command
+from _results import Results
 from absl import flags
 
-import strata_jax as strata
-
-_REPORT = "arithmetic_parity.json"
 _TABLE = "arithmetic_parity.md"
 _COLD = "arithmetic_parity.cold.safetensors"  # while the run lasts
 _LOG_SECONDS = 20.0  # between lines, where there is no progress bar
 _SMOKE_CONFIGURATIONS = ("q8_0-hadamard-cold", "q4_0-host")
 
-_OUT = flags.DEFINE_string("out", None, "Folder for all results; made if need be.")
 _SMOKE = flags.DEFINE_bool("smoke", False, "Two configurations, few rows: seconds.")
 _COMPARISONS = flags.DEFINE_integer(
     "comparisons",
@@ -96,14 +92,6 @@ def _tabulate(results: dict[str, Any]) -> list[tuple[str, ...]]:
         )
         for name, result in results.items()
     ]
-
-
-def _print_table(results: dict[str, Any]) -> None:
-    rows = [_COLUMNS, *_tabulate(results)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
 
 
 _PAGE = """\
@@ -190,16 +178,6 @@ def _progress(total: int) -> Iterator[Callable[[int, str, str], None]]:
     yield log
 
 
-def _library_sha256() -> str:
-    """Returns a hash of the library's sources."""
-    digest = hashlib.sha256()
-    folder = pathlib.Path(strata.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.relative_to(folder).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def _choose_configurations() -> list[trials.Configuration]:
     known = {each.name: each for each in trials.CONFIGURATIONS}
     names = _CONFIGURATIONS.value
@@ -214,40 +192,7 @@ def _choose_configurations() -> list[trials.Configuration]:
     return [known[name] for name in known if name in names]
 
 
-def _load_results(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the finished configurations of an earlier run with these settings."""
-    if not path.exists():
-        return {}
-    try:
-        report = json.loads(path.read_text("utf-8"))
-        before, results = report["settings"], report["configurations"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--out: {path} cannot be read ({error!r})") from error
-    for name, value in settings.items():
-        if before.get(name) != value:
-            raise ValueError(
-                f"--out: {path} is of another run ({name}: {before.get(name)} there, "
-                f"{value} here): name another folder"
-            )
-    return results
-
-
-def _save(out: pathlib.Path, settings: dict[str, Any], results: dict[str, Any]) -> None:
-    names = [each.name for each in trials.CONFIGURATIONS if each.name in results]
-    report = {
-        **describe_run("arithmetic_parity"),
-        "settings": settings,
-        "configurations": {name: results[name] for name in names},
-    }
-    write_json(out / _REPORT, report)
-
-
 def _run() -> int:
-    if not _OUT.value:
-        raise ValueError("give --out, the folder for the results")
-    out = pathlib.Path(_OUT.value)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: that is a file; name a folder")
     comparisons = _COMPARISONS.value
     if comparisons is None:
         comparisons = 36_864 if _SMOKE.value else 4_866_048
@@ -269,11 +214,15 @@ def _run() -> int:
         "device": device.device_kind,
         "versions": describe_run("arithmetic_parity")["versions"],
     }
-    out.mkdir(parents=True, exist_ok=True)
-    results = _load_results(out / _REPORT, settings)
-    waiting = [each for each in chosen if each.name not in results]
+    results = Results(
+        "arithmetic_parity",
+        settings,
+        key="configurations",
+        order=[each.name for each in trials.CONFIGURATIONS],
+    )
+    waiting = [each for each in chosen if each.name not in results.parts]
     print(f"{len(chosen) - len(waiting)} of {len(chosen)} configurations are done")
-    library = _library_sha256()
+    cold = results.folder / _COLD
     try:
         with _progress(len(waiting)) as show:
             for index, configuration in enumerate(waiting):
@@ -281,28 +230,30 @@ def _run() -> int:
                     configuration,
                     _SEED.value,
                     comparisons,
-                    out / _COLD,
+                    cold,
                     functools.partial(show, index, configuration.name),
                 )
-                results[configuration.name] = {"library_sha256": library, **result}
-                _save(out, settings, results)
+                results.keep(configuration.name, result)
     finally:
-        (out / _COLD).unlink(missing_ok=True)
+        cold.unlink(missing_ok=True)
 
-    report = json.loads((out / _REPORT).read_text("utf-8"))
-    with replaced(out / _TABLE) as part:
+    every = results.parts
+    results.finish(
+        [{"title": "", "columns": _COLUMNS, "rows": _tabulate(every)}],
+    )
+    report = json.loads(results.path.read_text("utf-8"))
+    with replaced(results.folder / _TABLE) as part:
         part.write_text(render_page(report), "utf-8")
-    results = {each.name: results[each.name] for each in chosen}
-    _print_table(results)
     is_good = True
-    for name, result in results.items():
-        for fault in find_faults(result):
-            print(f"{name}: {fault}", file=sys.stderr)
+    for each in chosen:
+        for fault in find_faults(every[each.name]):
+            print(f"{each.name}: {fault}", file=sys.stderr)
             is_good = False
     return 0 if is_good else 1
 
 
 flags.adopt_module_key_flags(_command_line)
+flags.adopt_module_key_flags(_results)
 
 if __name__ == "__main__":
     run_command(_run)

@@ -11,7 +11,6 @@ logit row that a token came from is compared, bit by bit, with plain one-token d
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import pathlib
 import sys
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _command_line import describe_run, run_command, write_json
+from _models import Model, load_model
 from absl import flags
 
 import strata_jax as strata
@@ -123,44 +123,6 @@ _PROGRESS = flags.DEFINE_bool(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Model:
-    name: str
-    config: Any
-    params: Any
-    tokenizer: checkpoints.Tokenizer | checkpoints.ByteTokenizer
-    files: dict[str, str]  # file name to SHA-256
-
-
-def _sha256(path: pathlib.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _load_model(name: str) -> _Model:
-    if name == "bundled":
-        path = checkpoints.bundled_path()
-        config, params = checkpoints.load_bundled_config()
-        hashes = {path.name: _sha256(path)}
-        return _Model(name, config, params, checkpoints.ByteTokenizer(), hashes)
-    path = checkpoints.find_smollm2() if name == "smollm2" else pathlib.Path(name)
-    if not path.exists():
-        raise ValueError(
-            f"--model {name}: no such file; give bundled, smollm2, a .gguf file or a "
-            "folder with safetensors"
-        )
-    if path.is_dir():
-        config, params = checkpoints.load_safetensors(path)
-        tokenizer = checkpoints.load_tokenizer_json(path)
-        files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
-    else:
-        config, params = checkpoints.load_gguf(path)
-        tokenizer = checkpoints.load_gguf_tokenizer(path)
-        files = [path]
-    hashes = {file.name: _sha256(file) for file in files}
-    return _Model(name, config, params, tokenizer, hashes)
-
-
 def _read_prompt() -> str:
     if _PROMPT.value is not None and _PROMPT_FILE.value is None:
         return _PROMPT.value
@@ -183,14 +145,13 @@ def _encode(
     return tokenizer.encode(rendered, affixes=False)
 
 
-def _build_drafter(model: _Model, max_length: int) -> strata.Drafter:
+def _build_drafter(model: Model, max_length: int) -> strata.Drafter:
     num_draft_tokens = _NUM_DRAFT_TOKENS.value
-    has_head = getattr(model.params, "mtp", None) is not None
-    name = _DRAFTER.value or ("mtp" if has_head else "suffix")
+    name = _DRAFTER.value or ("mtp" if model.has_draft_head else "suffix")
     if name == "none":
         return drafters.none()
     if name in ("mtp", "suffix_root"):
-        if not has_head:
+        if not model.has_draft_head:
             raise ValueError(
                 f"--drafter {name}: {model.name} has no draft head; use suffix or none"
             )
@@ -319,7 +280,7 @@ def _run() -> int:
     settings = {**_settings(), **gate_settings}
     if _LAYERS.value is not None and _DRAFTER.value != "layer_skip":
         raise ValueError("--layers has no use without --drafter layer_skip")
-    model = _load_model(_MODEL.value)
+    model = load_model(_MODEL.value)
     prompt = _encode(model.tokenizer, text)
     limit = model.config.max_position
     max_length = min(2048, limit) if _MAX_LENGTH.value is None else _MAX_LENGTH.value

