@@ -318,6 +318,7 @@ def speculative_decoder(
         vocab_size=vocab_size,
         max_length=max_length,
         gate_settings=tuple(gate.settings),
+        verifier_name=verifier.name,
     )
 
 

@@ -310,3 +310,5 @@ class SpeculativeDecoder(NamedTuple):
     max_length: int
     gate_settings: tuple[str, ...]
     """Names of the gate's settings, which `init` takes."""
+    verifier_name: str
+    """Name of the rule that decides."""

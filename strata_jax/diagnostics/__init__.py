@@ -1,4 +1,4 @@
-"""Diagnostics: acceptance, and divergences between laws."""
+"""Diagnostics: acceptance, divergences between laws, row parity, trace and replay."""
 
 from strata_jax.diagnostics._acceptance import AcceptanceSummary as AcceptanceSummary
 from strata_jax.diagnostics._acceptance import RowMasses as RowMasses
@@ -14,3 +14,10 @@ from strata_jax.diagnostics._parity import RowParity as RowParity
 from strata_jax.diagnostics._parity import (
     compare_with_singleton as compare_with_singleton,
 )
+from strata_jax.diagnostics._replay import Replay as Replay
+from strata_jax.diagnostics._replay import TraceDifference as TraceDifference
+from strata_jax.diagnostics._replay import replay as replay
+from strata_jax.diagnostics._trace import Trace as Trace
+from strata_jax.diagnostics._trace import load_trace as load_trace
+from strata_jax.diagnostics._trace import record_trace as record_trace
+from strata_jax.diagnostics._trace import save_trace as save_trace

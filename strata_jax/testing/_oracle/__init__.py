@@ -13,6 +13,12 @@ from strata_jax.testing._oracle._laws import oracle_row_law as oracle_row_law
 from strata_jax.testing._oracle._laws import (
     oracle_unaccounted_row_law as oracle_unaccounted_row_law,
 )
+from strata_jax.testing._oracle._random import (
+    oracle_position_uniforms as oracle_position_uniforms,
+)
+from strata_jax.testing._oracle._random import (
+    oracle_window_uniforms as oracle_window_uniforms,
+)
 from strata_jax.testing._oracle._suffix import oracle_suffix as oracle_suffix
 from strata_jax.testing._oracle._verify import OracleVerdict as OracleVerdict
 from strata_jax.testing._oracle._verify import (
