@@ -64,6 +64,103 @@ class Trace:
     windows: Window
 
 
+def begin_trace(
+    decoder: SpeculativeDecoder,
+    state: DecoderState,
+    *,
+    files: Mapping[str, str] | None = None,
+) -> Trace:
+    """Returns a trace without windows, of a request as it stands.
+
+    Args:
+      decoder: the decoder.
+      state: the request's state; only read.
+      files: SHA-256 of the model's files by name, to be kept in the trace.
+
+    Returns:
+      The trace; `extend_trace` adds windows to it.
+
+    Raises:
+      ValueError: if the decoder's verifier is not one that `replay` knows.
+
+    Exactness: read-only.
+    """
+    if decoder.verifier_name not in _DRAWS:
+        raise ValueError(
+            f"decoder verifies by {decoder.verifier_name!r}: traces are kept of "
+            f"{sorted(_DRAWS)}; use decode(..., trace=True) and keep its windows"
+        )
+    num_draft_tokens, vocab_size = decoder.num_draft_tokens, decoder.vocab_size
+    length = int(state.context.length)
+    versions = {
+        "strata_jax": importlib.metadata.version("strata-jax"),
+        **{name: importlib.metadata.version(name) for name in ("jax", "numpy")},
+    }
+    none: Any = np.zeros(0, np.int32)
+    uniforms: Any = np.zeros((0, num_draft_tokens), np.float32)
+    rows: Any = np.zeros((0, num_draft_tokens), np.int32)
+    probs: Any = np.zeros((0, num_draft_tokens + 1, vocab_size), np.float32)
+    pick: Any = np.zeros((0, num_draft_tokens + 1, 2), np.float32)
+    residual: Any = np.zeros((0, 2), np.float32)
+    if decoder.verifier_name == "token":
+        draws: Any = TokenDraws(accept=uniforms, residual=residual, pick=pick)
+    else:
+        draws = ExactMatchDraws(pick=pick)
+    windows = Window(
+        proposal=Proposal(tokens=rows, measure=probs[:, 1:], kind=rows),
+        draft_tokens=rows,
+        draws=Draws(
+            draft=pick[:, 1:],
+            gate=uniforms,
+            verifier=draws,
+        ),
+        verdict=Verdict(
+            tokens=np.zeros((0, num_draft_tokens + 1), np.int32),  # type: ignore[arg-type]
+            num_accepted=none,
+            num_emitted=none,
+            source=none,
+            status=none,
+            kind=rows,
+        ),
+        target_probs=probs,
+    )
+    return Trace(
+        verifier=decoder.verifier_name,
+        key_data=np.asarray(jax.random.key_data(state.request_key)),
+        window=int(state.window),
+        context=np.array(state.context.tokens[:length]),
+        num_output=int(state.counts.num_output),
+        settings=_named_settings(state.settings),
+        versions=versions,
+        files=dict(files or {}),
+        windows=windows,
+    )
+
+
+def extend_trace(trace: Trace, windows: Window) -> Trace:
+    """Returns the trace with more windows at its end.
+
+    Args:
+      trace: of the same request, up to these windows.
+      windows: as `decode(trace=True)` returns them, leading axis windows; those that
+        did nothing, after the request's end, are left out.
+
+    Returns:
+      The longer trace, on the host.
+
+    Exactness: bits are kept.
+    """
+    windows = jax.tree.map(np.asarray, windows)
+    verdict = windows.verdict
+    ran = (verdict.num_emitted > 0) | (verdict.status != 0)
+    windows = jax.tree.map(lambda leaf: leaf[ran], windows)
+    if len(trace.windows.verdict.status):
+        windows = jax.tree.map(
+            lambda *leaves: np.concatenate(leaves), trace.windows, windows
+        )
+    return dataclasses.replace(trace, windows=windows)
+
+
 def record_trace(
     decoder: SpeculativeDecoder,
     params: Any,
@@ -96,37 +193,17 @@ def record_trace(
     """
     num_windows = _checks.check_integer("num_windows", num_windows, 1)
     windows_per_call = _checks.check_integer("windows_per_call", windows_per_call, 1)
-    if decoder.verifier_name not in _DRAWS:
-        raise ValueError(
-            f"decoder verifies by {decoder.verifier_name!r}: traces are kept of "
-            f"{sorted(_DRAWS)}; use decode(..., trace=True) and keep its windows"
-        )
-    length, num_output = int(state.context.length), int(state.counts.num_output)
-    header = {
-        "verifier": decoder.verifier_name,
-        "key_data": np.asarray(jax.random.key_data(state.request_key)),
-        "window": int(state.window),
-        "context": np.array(state.context.tokens[:length]),
-        "num_output": num_output,
-        "settings": _named_settings(state.settings),
-        "versions": {
-            "strata_jax": importlib.metadata.version("strata-jax"),
-            **{name: importlib.metadata.version(name) for name in ("jax", "numpy")},
-        },
-        "files": dict(files or {}),
-    }
+    trace = begin_trace(decoder, state, files=files)
     pieces = []
-    left = num_windows
-    # At least one call, so that a finished request gives an empty trace.
-    while left and (not pieces or int(state.finish_reason) == FinishReason.RUNNING):
-        size = min(left, windows_per_call)
+    while num_windows and int(state.finish_reason) == FinishReason.RUNNING:
+        size = min(num_windows, windows_per_call)
         state, windows = decode(decoder, params, state, size, trace=True, throw=False)
         pieces.append(jax.tree.map(np.asarray, windows))
-        left -= size
-    windows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
-    verdict = windows.verdict
-    ran = (verdict.num_emitted > 0) | (verdict.status != 0)
-    return state, Trace(windows=jax.tree.map(lambda leaf: leaf[ran], windows), **header)
+        num_windows -= size
+    if pieces:
+        windows = jax.tree.map(lambda *leaves: np.concatenate(leaves), *pieces)
+        trace = extend_trace(trace, windows)
+    return state, trace
 
 
 def _named_settings(settings: Any) -> dict[str, np.ndarray]:
