@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _command_line import describe_run, run_command, write_json
-from _models import Model, load_model
+from _models import SMOLLM2_DRAFT_LAYERS, Model, load_model
 from absl import flags
 
 import strata_jax as strata
@@ -39,9 +39,6 @@ from strata_jax import (
 _DRAFTERS = ("none", "suffix", "layer_skip", "mtp", "suffix_root")
 _GATES = ("always", "picked", "top", "entropy", "include_then_stop")
 _VERIFIERS = ("exact_match", "token")
-# The layers of SmolLM2 that a skipping drafter keeps by default: of the ten that it
-# drops, each costs the least overlap with the full model when dropped alone.
-_SMOLLM2_LAYERS = [*range(3), *range(4, 12), *range(20, 25), *range(26, 30)]
 
 _MODEL = flags.DEFINE_string(
     "model",
@@ -171,7 +168,7 @@ def _build_drafter(model: Model, max_length: int) -> strata.Drafter:
                 f"--layers must be numbers with commas, got {_LAYERS.value}"
             ) from None
     elif model.name == "smollm2":
-        layers = _SMOLLM2_LAYERS
+        layers = list(SMOLLM2_DRAFT_LAYERS)
     else:
         layers = list(range(0, model.config.num_layers, 2))
     return drafters.layer_skip(
