@@ -1,0 +1,133 @@
+"""The target agreement script: a small run, going on with it, and its refusals."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PREFIX = "tiny, 12 positions: "
+
+
+def target_agreement(*arguments):
+    return subprocess.run(
+        [
+            sys.executable,
+            ROOT / "experiments" / "target_agreement.py",
+            "--platform=cpu",
+            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
+            *map(str, arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("agreement") / "out"
+    result = target_agreement("--smoke", "--out", out)
+    assert result.returncode == 0, result.stderr + result.stdout
+    return out, json.loads((out / "target_agreement.json").read_text()), result
+
+
+def distribution(text):
+    pairs = [pair.split(":") for pair in text.split()]
+    return {int(token): np.float32(probability) for token, probability in pairs}
+
+
+def test_repaired_rows_are_the_targets_and_the_originals_are_not(finished):
+    _, report, _ = finished
+    parts = {name.removeprefix(PREFIX): part for name, part in report["parts"].items()}
+    assert len(parts) == 6
+    for name, part in parts.items():
+        assert part["replay"]["difference"] is None
+        assert part["replay"]["num_decisions"] >= 12
+        assert len(part["positions"]) == len(part["tokens"]) == 12
+        num_equal = part["num_equal"]
+        assert num_equal["repaired"] == num_equal["original"]
+        if name.startswith("repaired") or name.endswith("no drafts"):
+            assert num_equal["repaired"] == 12
+            assert part["largest"]["emitted_max"] < 1e-6
+        else:
+            assert num_equal["repaired"] < 12
+            assert 0 < part["largest"]["arithmetic_max"] < 1e-5
+    biased = parts["original, gated"]["largest"]
+    assert biased["gate_max"] > 1e-2 and biased["emitted_max"] > 1e-2
+    defaults = [
+        parts[f"{rule}, default"]["tokens"] for rule in ("original", "repaired")
+    ]
+    assert defaults[0] == defaults[1] == parts["repaired, no drafts"]["tokens"]
+    sampled = parts["original, gated"], parts["repaired, gated"]
+    assert sum(part["replay"]["num_decisions"] for part in sampled) >= 24
+
+
+def test_distributions_are_kept(finished):
+    _, report, _ = finished
+    for part in report["parts"].values():
+        for position in part["positions"]:
+            assert ("p_in_window" in position) == (not position["is_equal"])
+            assert ("emitted" in position) == ("tv_gate" in position)
+            for name in {"p", "p_in_window", "emitted"} & position.keys():
+                probs = distribution(position[name])
+                assert sum(probs.values()) == pytest.approx(1, abs=1e-5)
+                assert len(probs) <= 40
+            if "emitted" in position:
+                p, law = distribution(position["p"]), distribution(position["emitted"])
+                gap = sum(abs(p.get(x, 0) - law.get(x, 0)) for x in {*p, *law}) / 2
+                assert gap == pytest.approx(position["tv_emitted"], abs=1e-6)
+
+
+def test_report(finished):
+    out, report, result = finished
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("target_agreement.json", "target_agreement.png")
+    ]
+    assert (out / "target_agreement.png").read_bytes().startswith(b"\x89PNG")
+    assert {"jax", "jaxlib", "strata_jax"} <= report["versions"].keys()
+    assert report["flags"]["threshold"] == report["settings"]["threshold"] == 0.5
+    (table,) = report["tables"]
+    assert [row[0] for row in table["rows"]] == [
+        name.removeprefix(PREFIX) for name in report["parts"]
+    ]
+    for row in table["rows"]:
+        assert row[0] in result.stdout and row[1] in result.stdout
+    for part in report["parts"].values():
+        assert [len(digest) for digest in part["files"].values()] == [64]
+
+
+def test_finished_runs_are_skipped_and_faults_reported(finished, tmp_path):
+    _, report, _ = finished
+    report = json.loads(json.dumps(report))
+    parts = report["parts"]
+    parts[f"{PREFIX}repaired, gated"]["num_equal"]["repaired"] = 11
+    parts[f"{PREFIX}original, gated"]["largest"]["gate_max"] = 0
+    parts[f"{PREFIX}original, default"]["tokens"][3] ^= 1
+    (tmp_path / "target_agreement.json").write_text(json.dumps(report))
+    result = target_agreement("--smoke", "--out", tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert "11 of 12 rows equal the reference without drafts" in result.stdout
+    assert "original, gated: no bias: nothing is shown" in result.stdout
+    assert "tokens differ between original and repaired" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--smoke"], "give --out"),
+        (["--configurations", "gpt"], "--configurations must be of tiny"),
+        (["--positions", "12,many"], "--positions must be numbers"),
+    ],
+)
+def test_refuses(arguments, match, tmp_path):
+    if "--smoke" not in arguments:
+        arguments = [*arguments, "--out", tmp_path / "out"]
+    result = target_agreement(*arguments)
+    assert result.returncode == 2
+    assert match in result.stderr
+    assert "Traceback" not in result.stderr
