@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import io
 import json
 import os
 import pathlib
@@ -285,15 +284,18 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     Exactness: the bits that were written, or an error.
     """
     path = _checked_path(path)
-    with path.open("rb") as file:
-        content = file.read()
     try:
-        archive = zipfile.ZipFile(io.BytesIO(content))
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-        if "header" not in names or "checksums" not in names:
-            raise ValueError("it has no header")
-    except (zipfile.BadZipFile, ValueError) as error:
+        archive = zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
         raise ValueError(f"{path} is no trace: {error}") from None
+    with archive:
+        return _read_trace(path, archive)
+
+
+def _read_trace(path: pathlib.Path, archive: zipfile.ZipFile) -> Trace:
+    names = [name.removesuffix(".npy") for name in archive.namelist()]
+    if "header" not in names or "checksums" not in names:
+        raise ValueError(f"{path} is no trace: it has no header")
 
     def read(name: str) -> np.ndarray:
         try:
@@ -370,6 +372,10 @@ def _read_header(path: pathlib.Path, read: Any) -> dict[str, Any]:
             f"{path} has version {header.get('version')} of the trace format; this "
             f"library reads version {SCHEMA_VERSION}: record it again"
         )
+    numbers = ("window", "num_output", "num_windows", "num_draft_tokens", "vocab_size")
+    for name in (*numbers, "versions", "files", "dtype"):
+        if name not in header:
+            raise _damaged(path, "header", KeyError(name))
     if header.get("verifier") not in _DRAWS:
         raise ValueError(
             f"{path}: verifier {header.get('verifier')!r} is unknown here; known are "
