@@ -342,6 +342,22 @@ def test_uniforms_in_numpy_are_those_of_jax():
                 )
 
 
+def test_windows_of_an_own_loop_make_the_same_trace():
+    decoder, params = bundled_decoder("token")
+    _, trace = bundled_trace("token")
+    state = start(decoder, params, seed=3)
+    own = diagnostics.begin_trace(decoder, state)
+    for _ in range(3):
+        state, windows = strata.decode(decoder, params, state, 16, trace=True)
+        own = diagnostics.extend_trace(own, windows)
+    for ours, theirs in zip(
+        jax.tree.leaves(own.windows), jax.tree.leaves(trace.windows), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs[:48])
+    assert diagnostics.replay(own).num_windows == 48
+    assert diagnostics.replay(own).difference is None
+
+
 @pytest.mark.slow
 def test_512_tokens_of_smollm2_are_reconstructed(tmp_path):
     path = checkpoints.find_smollm2()

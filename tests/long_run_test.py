@@ -1,0 +1,82 @@
+"""The long run script: a small run, going on with it, faults and refusals."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+REPORT = ROOT / "docs" / "results" / "long_run.json"
+
+
+def long_run(*arguments):
+    return subprocess.run(
+        [
+            sys.executable,
+            ROOT / "experiments" / "long_run.py",
+            "--platform=cpu",
+            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
+            *map(str, arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+    )
+
+
+@pytest.mark.slow
+def test_smoke_run(tmp_path):
+    result = long_run("--smoke", "--out", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads((tmp_path / "long_run.json").read_text())
+    parts = report["parts"]
+    for name, part in parts.items():
+        if name.startswith(("one_run", "prompts: plain", "prompts: repaired")):
+            assert part["num_equal"] == part["num_rows"] > 0
+        if name.startswith("prompts: original"):
+            assert part["num_equal"] < part["num_rows"]
+    run = [part for name, part in parts.items() if name.startswith("one_run")]
+    assert sum(len(part["tokens"]) for part in run) == 128
+    # A run that was killed after its first piece goes on to the same text.
+    pieces = [name for name in parts if name.startswith("one_run")]
+    assert len(pieces) > 1
+    whole = [token for part in run for token in part["tokens"]]
+    del parts[pieces[-1]], report["tables"]
+    (tmp_path / "long_run.json").write_text(json.dumps(report))
+    again = long_run("--smoke", "--out", tmp_path, "--parts", "one_run")
+    assert again.returncode == 0, again.stdout + again.stderr
+    parts = json.loads((tmp_path / "long_run.json").read_text())["parts"]
+    run = [part for name, part in parts.items() if name.startswith("one_run")]
+    assert [token for part in run for token in part["tokens"]] == whole
+
+
+def test_report_is_finished_and_its_faults_are_seen(tmp_path):
+    report = json.loads(REPORT.read_text())
+    assert report["settings"]["sizes"]["num_seeds"] == 20_000
+    parts = report["parts"]
+    run = [part for name, part in parts.items() if name.startswith("one_run")]
+    assert sum(len(part["tokens"]) for part in run) == 10_000
+    # Nothing is computed again: all parts are there. These no run would give.
+    first = next(name for name in parts if name.startswith("prompts: repaired"))
+    parts[first]["num_equal"] -= 1
+    parts["law: prompt 2, repaired"]["p_value"] = 1e-9
+    for size in parts["law: prompt 3, original"]["p_value_by_sample_size"]:
+        parts["law: prompt 3, original"]["p_value_by_sample_size"][size] = 0.5
+    (tmp_path / "long_run.json").write_text(json.dumps(report))
+    result = long_run("--out", tmp_path)
+    assert result.returncode == 1, result.stderr
+    assert "prompts: repaired: 1 rows differ" in result.stdout
+    assert "law, 'Good morrow, cousin. ': repaired, p-value 1e-09" in result.stdout
+    assert "law, 'Enter the ': the original passes" in result.stdout
+    assert "Rows that equal plain decoding" in result.stdout
+    assert (tmp_path / "long_run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_refuses_an_unknown_part(tmp_path):
+    result = long_run("--out", tmp_path, "--parts", "law,lunch")
+    assert result.returncode == 2
+    assert "--parts must be of law, one_run, prompts; got lunch" in result.stderr
+    assert "Traceback" not in result.stderr
