@@ -6,7 +6,9 @@
            rows in shared products) is the control; and the plain target's mean
            log-probability of each system's text;
   law      the first two tokens after each of 8 prompts, 20,000 seeds, against their law
-           by plain decoding, for plain, repaired and original.
+           by plain decoding, for plain, repaired and original. All requests run through
+           the decoder's step; logits come from tables of rows that the model computed,
+           and the first 500 requests of each run the model itself too.
 
   python experiments/long_run.py --out /tmp/long
   python experiments/long_run.py --out /tmp/smoke --smoke
@@ -92,6 +94,8 @@ class _Sizes:
         self.prompt_tokens = 16 if is_smoke else 64
         self.num_law_prompts = 1 if is_smoke else len(_LAW_PROMPTS)
         self.num_seeds = 500 if is_smoke else 20_000
+        # Of the seeds, how many run the model itself too.
+        self.num_checked = 20 if is_smoke else 500
         # One length for all parts of a try, so that they share their programs.
         self.shared_length = 256 if is_smoke else None
 
@@ -246,11 +250,8 @@ def _run_law(sizes: _Sizes, results: Results, advance: Any) -> None:
             # Other seeds for each system: their samples are independent.
             first = _SEED.value + MODES.index(mode) * sizes.num_seeds
             seeds = np.arange(first, first + sizes.num_seeds)
-            pairs = np.concatenate(
-                [
-                    systems.sample_pairs(mode, prompt, piece)
-                    for piece in np.split(seeds, sizes.num_seeds // 500)
-                ]
+            pairs, num_same = systems.sample_pairs(
+                mode, prompt, seeds, sizes.num_checked
             )
             p_values = {}
             for size in _SAMPLE_SIZES:
@@ -264,6 +265,8 @@ def _run_law(sizes: _Sizes, results: Results, advance: Any) -> None:
                 {
                     "prompt": _LAW_PROMPTS[index],
                     "num_seeds": len(pairs),
+                    "num_checked": sizes.num_checked,
+                    "num_same": num_same,
                     "p_value": test.p_value,
                     "degrees_of_freedom": test.degrees_of_freedom,
                     "p_value_by_sample_size": p_values,
@@ -488,6 +491,13 @@ def find_faults(parts: Mapping[str, Any]) -> list[str]:
             if row[name] < _per_test():
                 faults.append(
                     f"law, {row['prompt']!r}: {name}, p-value {row[name]:.2g}"
+                )
+        for mode in MODES:
+            part = parts[_law_part(_LAW_PROMPTS.index(row["prompt"]), mode)]
+            if part["num_same"] != part["num_checked"]:
+                faults.append(
+                    f"law, {row['prompt']!r}: {mode}, {part['num_same']} of "
+                    f"{part['num_checked']} requests are those of the model itself"
                 )
         # A try has too few seeds to tell.
         if row["original_detected_at"] is None and row["num_seeds"] >= 20_000:
