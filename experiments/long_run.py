@@ -47,15 +47,17 @@ import strata_jax as strata
 from strata_jax import diagnostics
 
 _LONG_PROMPT = "KING HENRY. Once more unto the breach, dear friends, once more;\n"
+# Inside a word: there the gate drops a part of q. Where a word begins, all of q is below
+# the threshold; then both rules draw plainly, and nothing would be shown.
 _LAW_PROMPTS = (
-    "The King is ",
-    "HAMLET. To be, or not to ",
-    "Good morrow, cousin. ",
-    "Enter the ",
-    "ROMEO. O, she doth teach the ",
-    "What is the ",
-    "My lord, I ",
-    "And then to ",
+    "The King is d",
+    "HAMLET. To be, or not t",
+    "Good morrow, c",
+    "Enter the K",
+    "ROMEO. O, she doth t",
+    "What is th",
+    "My lord, I w",
+    "Thou ar",
 )
 _SPEAKERS = (
     *("HAMLET", "ROMEO", "JULIET", "KING", "QUEEN", "BRUTUS", "PORTIA", "IAGO"),
@@ -587,6 +589,7 @@ def _run() -> int:
         "threshold": _THRESHOLD.value,
         "num_draft_tokens": NUM_DRAFT_TOKENS,
         "sizes": vars(sizes),
+        "law_prompts": _LAW_PROMPTS,
         "false_alarm_rate": _FALSE_ALARM,
         "device": jax.devices()[0].device_kind,
     }
