@@ -47,8 +47,8 @@ import strata_jax as strata
 from strata_jax import diagnostics
 
 _LONG_PROMPT = "KING HENRY. Once more unto the breach, dear friends, once more;\n"
-# Inside a word: there the gate drops a part of q. Where a word begins, all of q is below
-# the threshold; then both rules draw plainly, and nothing would be shown.
+# Inside a word: there the gate drops a part of q. Where a word begins, all of q is
+# below the threshold; then both rules draw plainly, and nothing would be shown.
 _LAW_PROMPTS = (
     "The King is d",
     "HAMLET. To be, or not t",

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import command_lines
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -95,18 +96,30 @@ def test_finished_configurations_are_skipped_and_faults_reported(finished, tmp_p
     assert json.loads(path.read_text()) == report
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (["--comparisons", "0"], "--comparisons must be at least 1"),
-        (["--configurations", "q8_0-resident,q9"], "--configurations must be of"),
-        (["--seed", "one"], "--seed=one"),
-        (["--smoke", "--seed", "1"], "is of another run (seed: 0 there, 1 here)"),
-    ],
-)
-def test_refuses(finished, arguments, match):
+# Command lines that are refused, and a part of the message.
+REFUSED = [
+    (["--comparisons", "0"], "--comparisons must be at least 1"),
+    (["--configurations", "q8_0-resident,q9"], "--configurations must be of"),
+    (["--seed", "one"], "--seed=one"),
+    (["--smoke", "--seed", "1"], "is of another run (seed: 0 there, 1 here)"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(finished):
+    """All of them in one process."""
+    own = ("--platform=cpu", "--compilation_cache=", "--out", finished[0])
+    lists = [[*own, *arguments] for arguments, _ in REFUSED]
+    return command_lines.run_each("arithmetic_parity.py", lists)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: REFUSED[n][1])
+def test_refuses(refusals, number):
+    command_lines.assert_refused(refusals[number], REFUSED[number][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "match"), REFUSED)
+def test_refuses_as_a_command(finished, arguments, match):
     result = arithmetic_parity("--out", finished[0], *arguments)
-    assert result.returncode == 2
-    assert match in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not result.stdout.strip()
+    command_lines.assert_refused(result, match)

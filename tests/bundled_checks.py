@@ -74,12 +74,16 @@ def pack(weights, layouts):
 
 
 def with_layouts(params, layouts):
-    """Gives the experts of all layers these layouts in turn."""
-    layers, place = [], 0
-    for layer in params.layers:
+    """Spreads the layouts over the layers; a layer's experts have its own in turn.
+
+    Few layouts in a layer, since each of them is compiled there.
+    """
+    num_layers = len(params.layers)
+    layers = []
+    for index, layer in enumerate(params.layers):
+        few = layouts[index::num_layers] if len(layouts) >= num_layers else layouts
         num_experts = layer.experts.gate.shape[0]
-        own = [layouts[(place + i) % len(layouts)] for i in range(num_experts)]
-        place += num_experts
+        own = [few[i % len(few)] for i in range(num_experts)]
         layers.append(dataclasses.replace(layer, experts=pack(layer.experts, own)))
     return dataclasses.replace(params, layers=tuple(layers))
 

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import command_lines
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -74,28 +75,44 @@ def test_generate_nothing():
     assert "0 of 0" in result.stdout
 
 
+# Command lines that are refused, and a part of the message.
+REFUSED = [
+    ([], "--prompt and --prompt_file"),
+    (["--prompt", "a", "--model", "/no/such/file"], "no such file"),
+    (["--prompt", "a", "--out", "/no/such/folder/x.json"], "does not exist"),
+    (["--prompt", "a", "--temperature", "-1"], "temperature must be in"),
+    (["--prompt", "a", "--gate", "picked", "--threshold", "1.5"], "threshold"),
+    (["--prompt", "a", "--top_k", "-2"], "top_k"),
+    (["--prompt", "", "--model", "smollm2"], "context is empty"),
+    (["--prompt", "a", "--max_length", "1000000"], "takes at most 1024"),
+    (["--prompt", "a", "--threshold", "0.5"], "--threshold has no use"),
+    (["--prompt", "a", "--layers", "0,1"], "--layers has no use"),
+    (["--prompt", "a", "--out", "/"], "that is a folder"),
+    (["--prompt", "a", "--chat"], "knows no chats"),
+    (["--prompt", "a", "--drafter", "layer_skip"], "is no llama"),
+    (["--prompt", "a", "--drafter", "mtp", "--model", "smollm2"], "no draft head"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    """All of them in one process, with a compilation cache as in the other tests."""
+    cache = f"--compilation_cache={ROOT / '.cache' / 'jax'}"
+    lists = [[cache, *arguments] for arguments, _ in REFUSED]
+    return command_lines.run_each("generate.py", lists)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: REFUSED[n][1])
+def test_generate_refuses(refusals, number):
+    command_lines.assert_refused(refusals[number], REFUSED[number][1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ([], "--prompt and --prompt_file"),
-        (["--prompt", "a", "--model", "/no/such/file"], "no such file"),
-        (["--prompt", "a", "--out", "/no/such/folder/x.json"], "does not exist"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be in"),
-        (["--prompt", "a", "--gate", "picked", "--threshold", "1.5"], "threshold"),
-        (["--prompt", "a", "--top_k", "-2"], "top_k"),
-        (["--prompt", "", "--model", "smollm2"], "context is empty"),
-        (["--prompt", "a", "--max_length", "1000000"], "takes at most 1024"),
-        (["--prompt", "a", "--threshold", "0.5"], "--threshold has no use"),
-        (["--prompt", "a", "--layers", "0,1"], "--layers has no use"),
-        (["--prompt", "a", "--out", "/"], "that is a folder"),
-        (["--prompt", "a", "--chat"], "knows no chats"),
-        (["--prompt", "a", "--drafter", "layer_skip"], "is no llama"),
-        (["--prompt", "a", "--drafter", "mtp", "--model", "smollm2"], "no draft head"),
+        REFUSED[0],
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in REFUSED[1:]],
     ],
 )
-def test_generate_refuses(arguments, match):
-    result = generate(*arguments)
-    assert result.returncode == 2
-    assert match in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not result.stdout.strip()
+def test_generate_refuses_as_a_command(arguments, match):
+    command_lines.assert_refused(generate(*arguments), match)

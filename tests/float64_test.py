@@ -56,5 +56,6 @@ def test_all_laws_in_float64():
     assert run_tests("", JAX_ENABLE_X64="1") >= 94
 
 
+@pytest.mark.slow
 def test_laws_without_a_nan():
     assert run_tests(WITH_DEBUG_NANS, JAX_DEBUG_NANS="1") >= 8

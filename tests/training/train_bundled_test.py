@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import command_lines
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,32 +91,44 @@ def test_finished_run_is_not_run_again(finished):
     assert json.loads((out / "training.json").read_text())["resumed_from"] == 24
 
 
-def test_refuses_to_resume_another_run(finished):
+# Command lines that are refused, and a part of the message. FOLDER is that of the run.
+FOLDER = "FOLDER"
+REFUSED = [
+    ([], "give --out"),
+    (["--out", __file__], "that is a file"),
+    (["--out", "x", "--corpus", "/no/such/file"], "--corpus /no/such/file"),
+    (["--out", "x", "--learning_rate", "0"], "must be positive"),
+    (["--out", "x", "--smoke", "--corpus", __file__, "--length", "9999"], "shorter"),
+    (["--smoke", "--out", FOLDER, "--seed", "1"], "seed: 0 there, 1 here"),
+]
+
+
+def of_the_run(finished, arguments):
     out, text, _ = finished
-    result = train_bundled("--smoke", "--corpus", text, "--out", out, "--seed", 1)
-    assert result.returncode == 2
-    assert "seed: 0 there, 1 here" in result.stderr
-    assert "Traceback" not in result.stderr
+    if FOLDER not in arguments:
+        return arguments
+    return ["--corpus", text, *(out if a == FOLDER else a for a in arguments)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ([], "give --out"),
-        (["--out", __file__], "that is a file"),
-        (["--out", "x", "--corpus", "/no/such/file"], "--corpus /no/such/file"),
-        (["--out", "x", "--learning_rate", "0"], "must be positive"),
-        (
-            ["--out", "x", "--smoke", "--corpus", __file__, "--length", "9999"],
-            "shorter",
-        ),
-    ],
-)
-def test_refuses(arguments, match):
-    result = train_bundled(*arguments)
-    assert result.returncode == 2
-    assert match in result.stderr
-    assert "Traceback" not in result.stderr
+@pytest.fixture(scope="module")
+def refusals(finished):
+    """All of them in one process, with a compilation cache as in the other tests."""
+    own = ("--platform=cpu", f"--compilation_cache={ROOT / '.cache' / 'jax'}")
+    lists = [[*own, *of_the_run(finished, arguments)] for arguments, _ in REFUSED]
+    return command_lines.run_each("train_bundled.py", lists)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: REFUSED[n][1])
+def test_refuses(refusals, number):
+    command_lines.assert_refused(refusals[number], REFUSED[number][1])
+    assert not (ROOT / "x").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "match"), REFUSED)
+def test_refuses_as_a_command(finished, arguments, match):
+    result = train_bundled(*of_the_run(finished, arguments))
+    command_lines.assert_refused(result, match)
     assert not (ROOT / "x").exists()
 
 
