@@ -1,0 +1,172 @@
+"""Are law and bits on this machine's device what they are elsewhere?
+
+For a machine with an accelerator: it needs no network and runs from the source tree.
+The first line names the versions and the device. At matmul precision "default" and
+"highest", in float32, on the bundled model:
+
+  widths  windows of 1 to 8 tokens, by a program with room for 8, against the program
+          for one token, bit for bit, for `targets.singleton`; `targets.batched` is the
+          control;
+  law     the first token after a prompt over many seeds against p, by a chi-square
+          test, for the repaired gate, and for the unaccounted gate as the control.
+
+  python experiments/backend_check.py --platform cuda --out /tmp/backend
+  python experiments/backend_check.py --out /tmp/smoke --smoke
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from typing import Any
+
+try:
+    import flax
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+except ImportError as error:
+    sys.exit(f"error: {error}: install jax, flax and numpy")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import _command_line
+import _results
+from _command_line import run_command
+from _long_run_parts import Systems
+from _models import Model, load_model
+from _results import Results
+from absl import flags
+
+import strata_jax as strata
+from strata_jax import diagnostics, targets
+
+_TEXT = "ROMEO. Good morrow, cousin. Is the day so young? But new struck nine."
+_LAW_PROMPT = "The King is d"
+_FALSE_ALARM = 1e-4
+_WIDTHS = range(1, 9)
+
+_SMOKE = flags.DEFINE_bool("smoke", False, "One layer and few seeds: seconds.")
+_THRESHOLD = flags.DEFINE_float("threshold", 0.3, "Of the gate.", 0.0, 1.0)
+
+
+_CAPACITY = 8
+
+
+def _rows(
+    target: strata.TargetModel, params: Any, text: np.ndarray, width: int, capacity: int
+) -> Any:
+    """Scores a text in windows of a width, by a program for `capacity` rows."""
+    score, commit = jax.jit(target.score), jax.jit(target.commit)
+    state = target.init(params)
+    found = []
+    for position in range(0, len(text) - width + 1, width):
+        window = np.zeros(capacity, np.int32)
+        window[:width] = text[position : position + width]
+        place, count = jnp.int32(position), jnp.int32(width)
+        rows, state = score(params, state, jnp.asarray(window), place, count)
+        state = commit(state, place, count)
+        found.append(np.asarray(rows.logits)[:width])
+    return np.concatenate(found)
+
+
+def _check_widths(model: Model) -> dict[str, Any]:
+    text = np.asarray(model.tokenizer.encode(_TEXT)[:64])
+    found: dict[str, Any] = {}
+    for name in ("singleton", "batched"):
+        target = getattr(targets, name)(model.config, max_length=128)
+        alone = _rows(target, model.params, text, 1, 1)
+        widths = {}
+        for width in _WIDTHS:
+            rows = _rows(target, model.params, text, width, _CAPACITY)
+            is_equal = (rows == alone[: len(rows)]).all(axis=1)
+            widths[str(width)] = [int(is_equal.sum()), len(rows)]
+        found[name] = widths
+    return found
+
+
+def _check_law(model: Model, num_seeds: int) -> dict[str, Any]:
+    prompt = model.tokenizer.encode(_LAW_PROMPT)
+    systems = Systems(model, len(prompt) + 8, _THRESHOLD.value)
+    law = systems.next_row(prompt).astype(np.float64)
+    found: dict[str, Any] = {"num_seeds": num_seeds}
+    for index, mode in enumerate(("repaired", "original")):
+        seeds = np.arange(num_seeds) + index * num_seeds
+        pairs, num_same = systems.sample_pairs(mode, prompt, seeds, num_seeds // 100)
+        counts = np.bincount(pairs // systems.vocab_size, minlength=len(law))
+        found[mode] = {
+            "p_value": diagnostics.chi_square(counts, law / law.sum()).p_value,
+            "num_checked": num_seeds // 100,
+            "num_same": num_same,
+        }
+    return found
+
+
+def _run() -> int:
+    device = jax.devices()[0]
+    versions = f"jax {jax.__version__}, flax {flax.__version__}"
+    print(f"{versions}, {device.platform}: {device.device_kind}", flush=True)
+    num_seeds = 500 if _SMOKE.value else 20_000
+    model = load_model("tiny" if _SMOKE.value else "bundled")
+    settings = {
+        "model": model.name,
+        "files": model.files,
+        "platform": device.platform,
+        "device": device.device_kind,
+        "num_seeds": num_seeds,
+        "threshold": _THRESHOLD.value,
+    }
+    results = Results("backend_check", settings)
+    faults, rows = [], []
+    for precision in ("default",) if _SMOKE.value else ("default", "highest"):
+        for name in ("widths", "law"):
+            part = f"{name}, {precision}"
+            if part in results.parts:
+                continue
+            began = time.monotonic()
+            with jax.default_matmul_precision(precision):
+                found = (
+                    _check_widths(model)
+                    if name == "widths"
+                    else _check_law(model, num_seeds)
+                )
+            seconds = time.monotonic() - began
+            print(f"{part}: {seconds:.0f} s", file=sys.stderr, flush=True)
+            results.keep(part, {"seconds": seconds, **found})
+        widths, law = (results.parts[f"{x}, {precision}"] for x in ("widths", "law"))
+        for name in ("singleton", "batched"):
+            pairs = [widths[name][str(width)] for width in _WIDTHS]
+            num_equal, total = (sum(column) for column in zip(*pairs, strict=True))
+            rows.append([f"widths, {name}", precision, f"{num_equal} of {total} rows"])
+            if name == "singleton" and num_equal != total:
+                faults.append(f"{precision}: {total - num_equal} rows differ")
+            if name == "batched" and num_equal == total:
+                faults.append(f"{precision}: the control does not differ")
+        for name in ("repaired", "original"):
+            p_value = law[name]["p_value"]
+            rows.append([f"law, {name}", precision, f"p-value {p_value:.2g}"])
+            if name == "repaired" and p_value < _FALSE_ALARM:
+                faults.append(f"{precision}: the law is not the target's")
+            if name == "original" and p_value > _FALSE_ALARM and not _SMOKE.value:
+                faults.append(f"{precision}: the biased gate passes")
+            if law[name]["num_same"] != law[name]["num_checked"]:
+                faults.append(f"{precision}, {name}: requests differ from the model's")
+    results.finish(
+        [
+            {
+                "title": f"{device.platform}: {device.device_kind}, {versions}",
+                "columns": ("check", "matmul precision", "result"),
+                "rows": rows,
+            }
+        ]
+    )
+    for fault in faults:
+        print(f"not shown: {fault}")
+    return 1 if faults else 0
+
+
+flags.adopt_module_key_flags(_command_line)
+flags.adopt_module_key_flags(_results)
+
+if __name__ == "__main__":
+    run_command(_run)
