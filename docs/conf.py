@@ -8,7 +8,9 @@ import sys
 HERE = pathlib.Path(__file__).parent
 LIBRARY = HERE.parent / "strata_jax"
 sys.path.insert(0, str(HERE / "_extensions"))
+# The notebooks' kernels inherit these.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(HERE / "_build" / "compiled"))
 
 import strata_jax  # noqa: E402
 
@@ -77,6 +79,7 @@ nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_execution_timeout = 900
 nb_merge_streams = True
+nb_output_stderr = "remove"
 
 # Pages. Nothing is asked of any other host: no web fonts, no scripts from elsewhere.
 html_theme = "sphinx_book_theme"

@@ -523,10 +523,10 @@ def _draw(path: pathlib.Path, parts: Mapping[str, Any]) -> None:
             title="Acceptance by draft position, repaired",
             xlabel="draft position",
             ylabel="accepted of offered",
-            ylim=(0, 1),
+            ylim=(0, 1.2),
             xticks=range(1, NUM_DRAFT_TOKENS + 1),
         )
-        left.legend(loc="lower left")
+        left.legend(loc="upper right", ncols=2)
         run = _parts(parts, "one_run")
         places = [int(name.split()[-1]) for name in run]
         memory = [part["resident_megabytes"] or np.nan for part in run.values()]
