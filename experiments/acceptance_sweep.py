@@ -341,6 +341,8 @@ def find_faults(parts: Mapping[str, Any]) -> list[str]:
 
 def _run() -> int:
     require_matplotlib()
+    if _SMOKE.value and flags.FLAGS["model"].present:
+        raise ValueError("--model has no use with --smoke, which runs tiny: omit one")
     known = ["own", "suffix", "suffix_root"]
     if not _model().has_draft_head:
         known.remove("suffix_root")

@@ -302,6 +302,7 @@ def _draw(
     def means(found: list[Any], name: str) -> list[float]:
         return [float(np.mean(part[name])) for part in found]
 
+    last = sources[-1]
     with figure(path, figsize=(6.6, 4.2)) as (_, axes):
         for source, colour in zip(sources, colours, strict=False):
             found = [parts[_bias_part(source, t)] for t in sizes.thresholds]
@@ -321,11 +322,11 @@ def _draw(
                 label=f"{source}: enumerated, {found[0]['num_enumerated']} of them "
                 "(predicted: dashed)",
             )
-        axes.plot(
-            *(sizes.thresholds, [0.0] * len(sizes.thresholds), "k-"),
-            linewidth=1,
-            label="repaired: 0 up to rounding, all rows",
-        )
+            axes.plot(
+                *(sizes.thresholds, means(found, "repaired"), "kx"),
+                markersize=5,
+                label="repaired: enumerated, the same rows" if source == last else None,
+            )
         axes.set(
             xlabel="threshold of the gate",
             ylabel="mean total variation of the emitted law from p",

@@ -502,7 +502,7 @@ def find_faults(parts: Mapping[str, Any]) -> list[str]:
                     f"{part['num_checked']} requests are those of the model itself"
                 )
         # A try has too few seeds to tell.
-        if row["original_detected_at"] is None and row["num_seeds"] >= 20_000:
+        if row["original"] >= _per_test() and row["num_seeds"] >= 20_000:
             faults.append(f"law, {row['prompt']!r}: the original passes")
     return faults
 

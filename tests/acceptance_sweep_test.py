@@ -1,4 +1,4 @@
-"""The acceptance sweep script: a small run, going on with it, faults and refusals."""
+"""The acceptance sweep script: its report, a small run, faults and refusals."""
 
 import json
 import pathlib
@@ -8,6 +8,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+REPORT = ROOT / "docs" / "results" / "acceptance_sweep.json"
 NAMES = [
     "own, always, K 2, temperature 0",
     "own, always, K 2, temperature 1",
@@ -45,13 +46,9 @@ def finished(tmp_path_factory):
     return out, read(out), result
 
 
-def test_cells_add_up(finished):
-    _, report, _ = finished
-    parts = report["parts"]
-    assert list(parts) == NAMES
+def check_cells(parts, num_tokens):
     for part in parts.values():
-        # Two prompts of eight tokens.
-        assert part["num_tokens"] == 16
+        assert part["num_tokens"] == num_tokens
         assert part["num_tokens"] == part["num_windows"] + part["num_accepted"]
         kinds = part["num_offered"] + part["num_null"] + part["num_absent"]
         assert kinds == part["num_draft_tokens"] * part["num_windows"]
@@ -60,8 +57,14 @@ def test_cells_add_up(finished):
         # A gate that admits all has no NULL rows.
         if part["gate"] == "always":
             assert part["settings"] == {} and part["num_null"] == 0
-        else:
-            assert part["settings"] == {"threshold": 0.3}
+
+
+@pytest.mark.slow
+def test_cells_add_up(finished):
+    _, report, _ = finished
+    parts = report["parts"]
+    assert list(parts) == NAMES
+    check_cells(parts, num_tokens=16)
     # At temperature 0 a draft has probability 1, which every threshold admits.
     cold = [{**parts[name], "gate": "", "threshold": 0} for name in NAMES[::2]]
     assert cold[0] | {"settings": {}} == cold[1] | {"settings": {}}
@@ -69,6 +72,7 @@ def test_cells_add_up(finished):
     assert parts[NAMES[3]]["num_null"] > 0
 
 
+@pytest.mark.slow
 def test_report(finished):
     out, report, result = finished
     assert sorted(path.name for path in out.iterdir()) == [
@@ -89,24 +93,46 @@ def test_report(finished):
     assert all(len(part["library_sha256"]) == 64 for part in report["parts"].values())
 
 
-def test_finished_cells_are_skipped_and_faults_reported(finished, tmp_path):
-    _, report, _ = finished
-    report = json.loads(json.dumps(report))
+def test_published_report():
+    parts = json.loads(REPORT.read_text())["parts"]
+    assert len(parts) == 512
+    check_cells(parts, num_tokens=192)
+    for name, part in parts.items():
+        if (part["gate"], part["threshold"]) == ("picked", 0):
+            # It admits all: the very same run as without a gate.
+            other = dict(parts[name.replace("picked 0,", "always,")])
+            assert {**part, "gate": "always", "settings": {}} == other
+
+
+def test_finished_cells_are_skipped_and_faults_reported(tmp_path):
+    report = json.loads(REPORT.read_text())
     # Counts that no run gives: they are kept, so nothing was computed again.
-    report["parts"][NAMES[0]]["num_absent"] += 1
-    report["parts"][NAMES[3]]["num_accepted"] += 1
+    first, *_, last = report["parts"]
+    report["parts"][first]["num_absent"] += 1
+    report["parts"][last]["num_accepted"] += 1
     (tmp_path / "acceptance_sweep.json").write_text(json.dumps(report))
-    result = acceptance_sweep("--smoke", "--out", tmp_path)
+    result = acceptance_sweep("--out", tmp_path)
     assert result.returncode == 1, result.stderr
-    assert f"{NAMES[0]}: the kinds of rows do not add up" in result.stdout
-    expected = f"{NAMES[3]}: tokens are not windows and accepted drafts"
-    assert expected in result.stdout
-    assert read(tmp_path)["parts"] == report["parts"]
+    assert f"{first}: the kinds of rows do not add up" in result.stdout
+    assert f"{last}: tokens are not windows and accepted drafts" in result.stdout
+    assert result.stdout.count("not shown") == 2
+    assert read(tmp_path) == report
+    assert (tmp_path / "acceptance_sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_refuses_an_unknown_drafter(tmp_path):
-    result = acceptance_sweep("--smoke", "--drafters", "own,oracle", "--out", tmp_path)
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (
+            ("--drafters", "own,oracle"),
+            "--drafters must be of own, suffix, suffix_root; got oracle",
+        ),
+        (("--model", "smollm2"), "--model has no use with --smoke"),
+    ],
+)
+def test_refuses(arguments, match, tmp_path):
+    result = acceptance_sweep("--smoke", *arguments, "--out", tmp_path)
     assert result.returncode == 2
-    assert "--drafters must be of own, suffix, suffix_root; got oracle" in result.stderr
+    assert match in result.stderr
     assert "Traceback" not in result.stderr
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The gate bias script: a small run, going on with it, faults and refusals."""
+"""The gate bias script: its report, small runs, faults and refusals."""
 
 import json
 import pathlib
@@ -8,7 +8,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-COLUMNS = 9  # of the table of biases
+REPORT = ROOT / "docs" / "results" / "gate_bias.json"
+SOURCES = ("synthetic", "bundled", "smollm2")
 
 
 def gate_bias(*arguments):
@@ -52,6 +53,7 @@ def check_bias(part, is_control_biased):
     assert (max(part["predicted"]) > 0.01) == is_control_biased
 
 
+@pytest.mark.slow
 def test_prediction_and_enumeration_agree_and_the_control_is_biased(finished):
     _, report, _ = finished
     parts = report["parts"]
@@ -68,6 +70,7 @@ def test_prediction_and_enumeration_agree_and_the_control_is_biased(finished):
         assert values[-1] == pytest.approx(0.0625, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_report(finished):
     out, report, result = finished
     assert sorted(path.name for path in out.iterdir()) == [
@@ -78,33 +81,50 @@ def test_report(finished):
     assert report["flags"]["seed"] == report["settings"]["seed"] == 0
     assert report["figures"][0]["file"] == "gate_bias.png"
     bias, gates = report["tables"]
-    assert len(bias["columns"]) == COLUMNS
-    assert [len(row) for row in bias["rows"]] == [COLUMNS, COLUMNS]
+    assert {len(row) for row in bias["rows"]} == {len(bias["columns"])}
+    assert [row[1] for row in bias["rows"]] == ["0", "0.5"]
     assert gates["rows"] == []
     assert bias["title"] in result.stdout and "0.2400" in result.stdout
     assert all(len(part["library_sha256"]) == 64 for part in report["parts"].values())
 
 
-def test_finished_parts_are_skipped_and_faults_reported(finished, tmp_path):
-    _, report, _ = finished
-    report = json.loads(json.dumps(report))
+def test_published_report():
+    report = json.loads(REPORT.read_text())
+    thresholds = report["settings"]["sizes"]["thresholds"]
+    assert thresholds[0] == 0 and len(thresholds) == 10
+    for source in SOURCES:
+        parts = [report["parts"][f"{source}, threshold {t:g}"] for t in thresholds]
+        check_bias(parts[0], is_control_biased=False)
+        for part in parts:
+            assert part["num_enumerated"] == 16
+            check_bias(part, is_control_biased=max(part["predicted"]) > 0.01)
+        assert max(parts[0]["enumerated"]) < 1e-5
+        assert max(max(part["enumerated"]) for part in parts) > 0.1
+
+
+def test_finished_parts_are_skipped_and_faults_reported(tmp_path):
+    report = json.loads(REPORT.read_text())
     # Results that no run gives: they are kept, so nothing was computed again.
     parts = report["parts"]
     parts["synthetic, threshold 0"]["enumerated"][0] = 0.125
-    parts["synthetic, threshold 0.5"]["largest_gap"] = 0.5
-    parts["synthetic, threshold 0.5"]["repaired"][1] = 0.25
-    parts["synthetic, threshold 0.5"]["predicted"] = [0.0] * 32
+    parts["bundled, threshold 0.45"]["largest_gap"] = 0.5
+    parts["smollm2, threshold 0.45"]["repaired"][1] = 0.25
+    for name, part in parts.items():
+        if name.startswith("smollm2, threshold"):
+            part["predicted"] = [0.0] * part["num_rows"]
     (tmp_path / "gate_bias.json").write_text(json.dumps(report))
-    result = gate_bias("--smoke", "--sources", "synthetic", "--out", tmp_path)
+    result = gate_bias("--out", tmp_path)
     assert result.returncode == 1, result.stderr
     for fault in (
         "synthetic, threshold 0: a gate that admits all is biased",
-        "synthetic, threshold 0.5: predicted and enumerated differ",
-        "synthetic, threshold 0.5: the repaired gate is biased",
-        "synthetic: no bias at any threshold: nothing is shown",
+        "bundled, threshold 0.45: predicted and enumerated differ",
+        "smollm2, threshold 0.45: the repaired gate is biased",
+        "smollm2: no bias at any threshold: nothing is shown",
     ):
         assert f"not shown: {fault}" in result.stdout
-    assert read(tmp_path)["parts"] == parts
+    assert result.stdout.count("not shown") == 4
+    assert read(tmp_path) == report
+    assert (tmp_path / "gate_bias.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_refuses_an_unknown_source(tmp_path):

@@ -63,8 +63,7 @@ def test_report_is_finished_and_its_faults_are_seen(tmp_path):
     first = next(name for name in parts if name.startswith("prompts: repaired"))
     parts[first]["num_equal"] -= 1
     parts["law: prompt 2, repaired"]["p_value"] = 1e-9
-    for size in parts["law: prompt 3, original"]["p_value_by_sample_size"]:
-        parts["law: prompt 3, original"]["p_value_by_sample_size"][size] = 0.5
+    parts["law: prompt 3, original"]["p_value"] = 0.5
     (tmp_path / "long_run.json").write_text(json.dumps(report))
     result = long_run("--out", tmp_path)
     assert result.returncode == 1, result.stderr
