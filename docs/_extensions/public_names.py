@@ -64,7 +64,8 @@ class PublicNames(Directive):
                 groups["Functions"][name] = [f".. autofunction:: {package}.{name}"]
             else:
                 groups["Constants"][name] = [f".. autodata:: {package}.{name}"]
-        lines = [f".. automodule:: {package}", "   :no-members:", ""]
+        lines = [f"``{package}``", ""]
+        lines += [f".. automodule:: {package}", "   :no-members:", ""]
         for title, entries in groups.items():
             if not entries:
                 continue
