@@ -126,7 +126,7 @@ def adapt(source: CacheSource, cache: ExpertCache) -> tuple[ExpertCache, jax.Arr
         words, status = source.read(wanted)
 
         def write(slot: jax.Array, kept: jax.Array) -> jax.Array:
-            start = (slot, jnp.zeros((), jnp.int32))
+            start = (slot, jnp.zeros_like(slot))
             old = lax.dynamic_slice(kept, start, (1, kept.shape[1]))
             row = jnp.where(is_new[slot], words[slot][None], old)
             return lax.dynamic_update_slice(kept, row, start)

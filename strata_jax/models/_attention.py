@@ -69,10 +69,12 @@ def project_rows(
     def project(row: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         queries, keys, values = carry
         query, key, value = _project(config, layer, hidden[row], position + row)
+        zero = jnp.int32(0)
+        place = (zero, position + row, zero)
         return (
             queries.at[row].set(query),
-            lax.dynamic_update_slice(keys, key[:, None], (0, position + row, 0)),
-            lax.dynamic_update_slice(values, value[:, None], (0, position + row, 0)),
+            lax.dynamic_update_slice(keys, key[:, None], place),
+            lax.dynamic_update_slice(values, value[:, None], place),
         )
 
     width = (hidden.shape[0], config.num_heads, config.head_dim)
@@ -115,8 +117,9 @@ def attend(
     def block(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         largest, total, mixed = carry
         start = index * CACHE_BLOCK
-        key = lax.dynamic_slice(keys, (0, start, 0), block_shape).astype(dtype)
-        value = lax.dynamic_slice(values, (0, start, 0), block_shape).astype(dtype)
+        place = (jnp.int32(0), start, jnp.int32(0))
+        key = lax.dynamic_slice(keys, place, block_shape).astype(dtype)
+        value = lax.dynamic_slice(values, place, block_shape).astype(dtype)
         rows = start + jnp.arange(CACHE_BLOCK, dtype=jnp.int32)
         is_visible = (rows <= position)[None, None]
         scores = jnp.einsum("kgd,ksd->kgs", query, key) * scale

@@ -38,7 +38,7 @@ def attend_together(
     query, key = norm_heads(config, layer, heads(layer.query), heads(layer.key))
     cosine, sine = rotary_angles(config, positions, hidden.dtype)
     query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
-    start = (0, positions[0], 0)
+    start = (jnp.int32(0), positions[0], jnp.int32(0))
     keys = lax.dynamic_update_slice(keys, jnp.swapaxes(key, 0, 1), start)
     values = lax.dynamic_update_slice(
         values, jnp.swapaxes(heads(layer.value), 0, 1), start
