@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _forced_text import force_last_token
 from _models import Model, own_drafter
 from _row_laws import emitted_laws
 
@@ -177,13 +178,7 @@ class Study:
         for token in tokens:
             state, window = step(self._params, state)
             rows.append(np.asarray(window.target_probs[0]))
-            context = state.context
-            # The last token is not yet in the cache: whatever was drawn, it is this.
-            place = context.length - 1
-            context = dataclasses.replace(
-                context, tokens=context.tokens.at[place].set(int(token))
-            )
-            state = dataclasses.replace(state, context=context)
+            state = force_last_token(state, int(token))
         return np.stack(rows)
 
 

@@ -51,6 +51,13 @@ def run_command(run: Callable[[], int]) -> None:
             logging.getLogger(name).setLevel(logging.WARNING)
         if _PLATFORM.value:
             jax.config.update("jax_platforms", _PLATFORM.value)
+            try:
+                jax.devices()
+            except (RuntimeError, AssertionError) as error:
+                # JAX says nothing in the case of a missing plug-in.
+                reason = str(error) or "JAX finds no such device here"
+                print(f"error: --platform: {reason}", file=sys.stderr)
+                return 2
         if _CACHE_DIR.value:
             jax.config.update("jax_compilation_cache_dir", _CACHE_DIR.value)
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

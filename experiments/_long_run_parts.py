@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _forced_text import force_last_token
 from _models import Model
 
 import strata_jax as strata
@@ -71,13 +72,7 @@ class Systems:
         def follow_one(index: jax.Array, carry: Any) -> Any:
             state, rows = carry
             state, window = step(params, state)
-            context = state.context
-            # The last token is not yet in the cache: whatever was drawn, it is this.
-            place = context.length - 1
-            context = dataclasses.replace(
-                context, tokens=context.tokens.at[place].set(tokens[index])
-            )
-            state = dataclasses.replace(state, context=context)
+            state = force_last_token(state, tokens[index])
             return state, rows.at[index].set(window.target_probs[0])
 
         rows = jnp.zeros((len(tokens), self.vocab_size), jnp.float32)
@@ -117,7 +112,7 @@ class Systems:
 
     def sample_pairs(
         self, mode: str, prompt: list[int], seeds: np.ndarray, num_checked: int
-    ) -> tuple[np.ndarray, int]:
+    ) -> tuple[np.ndarray, int, float]:
         """Draws the first two tokens of requests that differ in their seed alone.
 
         Every request runs through the decoder's own step, window by window. The logits
@@ -131,8 +126,8 @@ class Systems:
           num_checked: how many of them, the first ones, run the model too.
 
         Returns:
-          `[n]` int64, first token times V plus the second; and how many of those that
-          were checked are the same.
+          `[n]` int64, first token times V plus the second; how many of those that were
+          checked are the same; and the part of q that a gate drops, 0 without drafts.
         """
         by_model, by_table = self._samplers[mode]
         state = self.start(mode, prompt, 0, 2)
@@ -146,7 +141,9 @@ class Systems:
         )
         same = (np.asarray(pairs[:num_checked]) == np.asarray(checked)).all(axis=1)
         first, second = np.asarray(pairs, np.int64).T
-        return first * self.vocab_size + second, int(same.sum())
+        q = np.asarray(tables.drafter, np.float64)
+        dropped = float(q[tables.drafter < self._threshold].sum())
+        return first * self.vocab_size + second, int(same.sum()), dropped
 
     def windows(self, mode: str, state: Any, num_windows: int) -> tuple[Any, Any]:
         """Runs windows and returns them on the host."""

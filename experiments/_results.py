@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from _command_line import describe_run, replaced, write_json
 from absl import flags
 
 import strata_jax as strata
+from strata_jax import diagnostics
 
 _OUT = flags.DEFINE_string("out", None, "Folder for all results; made if need be.")
 
@@ -39,13 +41,15 @@ class Results:
         name: str,
         settings: dict[str, Any],
         *,
+        variant: str = "",
         key: str = "parts",
         order: Sequence[str] = (),
     ):
         """Opens the folder --out.
 
         Args:
-          name: the experiment's name, hence the file's.
+          name: the script's name, hence the file's.
+          variant: ends the file's name, where one script has several files.
           settings: what decides the results; a file with others is refused.
           key: under which the parts stand in the file.
           order: names of parts in the order in which the file lists them.
@@ -61,7 +65,8 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not os.access(self.folder, os.W_OK):
             raise ValueError(f"--out {self.folder}: the folder cannot be written to")
-        self._name, self._key, self._order = name, key, list(order)
+        self._script, self._key, self._order = name, key, list(order)
+        self.name = f"{name}_{variant}" if variant else name
         self._settings = json.loads(json.dumps(settings))
         self._library = library_sha256()
         self._extra: dict[str, Any] = {}
@@ -71,7 +76,7 @@ class Results:
     @property
     def path(self) -> pathlib.Path:
         """The JSON file."""
-        return self.folder / f"{self._name}.json"
+        return self.folder / f"{self.name}.json"
 
     def _load(self) -> dict[str, Any]:
         if not self.path.exists():
@@ -101,13 +106,20 @@ class Results:
         self._write()
 
     def finish(
-        self, tables: Sequence[dict[str, Any]], figures: Sequence[dict[str, str]] = ()
-    ) -> None:
-        """Prints the tables, and adds them and the figures to the file.
+        self,
+        tables: Sequence[dict[str, Any]],
+        faults: Sequence[str],
+        figures: Sequence[dict[str, str]] = (),
+    ) -> int:
+        """Prints the tables, adds them and the figures to the file, names the faults.
 
         Args:
           tables: each {"title", "columns", "rows"}, cells as text; "note" if need be.
+          faults: what speaks against the experiment's claims.
           figures: each {"file", "alt"}; files of the folder.
+
+        Returns:
+          The exit code of the script: 1 if there is a fault.
         """
         if not self._is_finished:
             self._extra = {"tables": list(tables), "figures": list(figures)}
@@ -116,6 +128,9 @@ class Results:
         for table in tables:
             print()
             print_table(**table)
+        for fault in faults:
+            print(f"not shown: {fault}", file=sys.stderr)
+        return 1 if faults else 0
 
     def _write(self) -> None:
         names = [name for name in self._order if name in self.parts]
@@ -123,12 +138,20 @@ class Results:
         write_json(
             self.path,
             {
-                **describe_run(self._name),
+                **describe_run(self._script),
                 "settings": self._settings,
                 self._key: {name: self.parts[name] for name in names},
                 **self._extra,
             },
         )
+
+
+def count_acceptance(verdicts: strata.Verdict) -> dict[str, Any]:
+    """Returns the counts and rates of a run's windows, as they go into a report."""
+    summary = diagnostics.summarize_acceptance(verdicts)
+    names = ("num_tokens", "num_windows", "num_offered", "num_accepted", "num_null")
+    names += ("num_absent", "acceptance_rate", "tokens_per_window")
+    return {name: getattr(summary, name) for name in names}
 
 
 def print_table(

@@ -24,11 +24,11 @@ import jax
 import numpy as np
 from _command_line import run_command, show_progress
 from _models import Model, load_model, own_drafter
-from _results import Results, figure, require_matplotlib
+from _results import Results, count_acceptance, figure, require_matplotlib
 from absl import flags
 
 import strata_jax as strata
-from strata_jax import diagnostics, drafters, gates, targets, verifiers
+from strata_jax import drafters, gates, targets, verifiers
 
 _PROMPTS = {
     "bundled": (
@@ -165,18 +165,10 @@ def _measure(cell: _Cell) -> dict[str, Any]:
             )
             verdicts.append(jax.tree.map(np.asarray, found))
     stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *verdicts)
-    summary = diagnostics.summarize_acceptance(stacked)
     return {
         **cell._asdict(),
         "settings": _gate_settings(cell),
-        "num_tokens": summary.num_tokens,
-        "num_windows": summary.num_windows,
-        "num_offered": summary.num_offered,
-        "num_accepted": summary.num_accepted,
-        "num_null": summary.num_null,
-        "num_absent": summary.num_absent,
-        "acceptance_rate": summary.acceptance_rate,
-        "tokens_per_window": summary.tokens_per_window,
+        **count_acceptance(stacked),
     }
 
 
@@ -361,20 +353,24 @@ def _run() -> int:
         "device": jax.devices()[0].device_kind,
     }
     cells = list(_cells(names, _SMOKE.value))
-    name = "acceptance_sweep"
-    if _model().name == "smollm2":
-        name += "_smollm2"
-    results = Results(name, settings, order=[cell.name for cell in cells])
+    variant = "smollm2" if _model().name == "smollm2" else ""
+    results = Results(
+        "acceptance_sweep",
+        settings,
+        variant=variant,
+        order=[cell.name for cell in cells],
+    )
     waiting = [cell for cell in cells if cell.name not in results.parts]
     with show_progress(0, len(waiting), "cell") as advance:
         for index, cell in enumerate(waiting):
             results.keep(cell.name, _measure(cell))
             advance(index + 1, cell.name)
 
-    path = results.folder / f"{name}.png"
+    path = results.folder / f"{results.name}.png"
     _draw(path, results.parts)
-    results.finish(
+    return results.finish(
         _tables(results.parts),
+        find_faults(results.parts),
         [
             {
                 "file": path.name,
@@ -383,10 +379,6 @@ def _run() -> int:
             }
         ],
     )
-    faults = find_faults(results.parts)
-    for fault in faults:
-        print(f"not shown: {fault}")
-    return 1 if faults else 0
 
 
 flags.adopt_module_key_flags(_command_line)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from _command_line import run_command, show_progress
 from _models import Model, load_model, own_drafter
-from _results import Results, figure, require_matplotlib
+from _results import Results, count_acceptance, figure, require_matplotlib
 from _row_laws import emitted_laws
 from absl import flags
 
@@ -200,17 +200,9 @@ def _measure_bias(
 
 def _measure_gate(source: str, gate: str, num_tokens: int) -> dict[str, Any]:
     windows = _windows(source, gate, num_tokens)
-    summary = diagnostics.summarize_acceptance(windows.verdict)
     return {
         "settings": _SETTINGS.get(gate, {}),
-        "num_tokens": summary.num_tokens,
-        "num_windows": summary.num_windows,
-        "num_offered": summary.num_offered,
-        "num_accepted": summary.num_accepted,
-        "num_null": summary.num_null,
-        "num_absent": summary.num_absent,
-        "acceptance_rate": summary.acceptance_rate,
-        "tokens_per_window": summary.tokens_per_window,
+        **count_acceptance(windows.verdict),
     }
 
 
@@ -379,8 +371,9 @@ def _run() -> int:
 
     path = results.folder / "gate_bias.png"
     _draw(path, results.parts, sources, sizes)
-    results.finish(
+    return results.finish(
         _tables(results.parts, sources, sizes),
+        find_faults(results.parts, sources, sizes.thresholds),
         [
             {
                 "file": path.name,
@@ -390,10 +383,6 @@ def _run() -> int:
             }
         ],
     )
-    faults = find_faults(results.parts, sources, sizes.thresholds)
-    for fault in faults:
-        print(f"not shown: {fault}")
-    return 1 if faults else 0
 
 
 flags.adopt_module_key_flags(_command_line)

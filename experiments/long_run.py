@@ -23,14 +23,12 @@ from __future__ import annotations
 import functools
 import pathlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import _command_line
 import _results
 import jax
 import numpy as np
-import scipy.stats
 from _command_line import run_command, show_progress
 from _long_run_parts import (
     MODES,
@@ -39,26 +37,23 @@ from _long_run_parts import (
     emitted_rows,
     reference_law,
 )
+from _long_run_report import (
+    FALSE_ALARM,
+    LAW_PROMPTS,
+    draw,
+    find_faults,
+    law_part,
+    make_tables,
+    select_parts,
+)
 from _models import Model, load_model
-from _results import Results, figure, require_matplotlib
+from _results import Results, require_matplotlib
 from absl import flags
 
 import strata_jax as strata
 from strata_jax import diagnostics
 
 _LONG_PROMPT = "KING HENRY. Once more unto the breach, dear friends, once more;\n"
-# Inside a word: there the gate drops a part of q. Where a word begins, all of q is
-# below the threshold; then both rules draw plainly, and nothing would be shown.
-_LAW_PROMPTS = (
-    "The King is d",
-    "HAMLET. To be, or not t",
-    "Good morrow, c",
-    "Enter the K",
-    "ROMEO. O, she doth t",
-    "What is th",
-    "My lord, I w",
-    "Thou ar",
-)
 _SPEAKERS = (
     *("HAMLET", "ROMEO", "JULIET", "KING", "QUEEN", "BRUTUS", "PORTIA", "IAGO"),
     *("OTHELLO", "LEAR", "PUCK", "HELENA", "DUKE", "FOOL", "FALSTAFF", "PRINCE"),
@@ -72,7 +67,6 @@ _OPENINGS = (
     *("O, I ", "For ", "Is ", "Are ", "Will ", "Shall ", "Must ", "May ", "Not "),
     *("All ", "Yet ", "Nor ", "Hark, ", "Peace, "),
 )
-_FALSE_ALARM = 1e-3
 _SAMPLE_SIZES = (100, 200, 500, 1000, 2000, 5000, 10_000, 20_000)
 
 _SMOKE = flags.DEFINE_bool("smoke", False, "One layer, few tokens and seeds: seconds.")
@@ -94,7 +88,7 @@ class _Sizes:
         self.num_prompts = 4 if is_smoke else 1_000
         self.prompts_in_piece = 2 if is_smoke else 100
         self.prompt_tokens = 16 if is_smoke else 64
-        self.num_law_prompts = 1 if is_smoke else len(_LAW_PROMPTS)
+        self.num_law_prompts = 1 if is_smoke else len(LAW_PROMPTS)
         self.num_seeds = 500 if is_smoke else 20_000
         # Of the seeds, how many run the model itself too.
         self.num_checked = 20 if is_smoke else 500
@@ -151,7 +145,7 @@ def _model() -> Model:
 def _run_long(sizes: _Sizes, results: Results, advance: Any) -> None:
     """One text, in pieces; a later process reads what is there and goes on."""
     prompt = _model().tokenizer.encode(_LONG_PROMPT)
-    done = _parts(results.parts, "one_run")
+    done = select_parts(results.parts, "one_run")
     text = prompt + [token for part in done.values() for token in part["tokens"]]
     if len(text) - len(prompt) >= sizes.num_tokens:
         return
@@ -234,17 +228,11 @@ def _run_prompts(sizes: _Sizes, results: Results, advance: Any) -> None:
             advance(name)
 
 
-def _law_part(prompt: int, mode: str) -> str:
-    return f"law: prompt {prompt}, {mode}"
-
-
 def _run_law(sizes: _Sizes, results: Results, advance: Any) -> None:
-    prompts = [_model().tokenizer.encode(text) for text in _LAW_PROMPTS]
+    prompts = [_model().tokenizer.encode(text) for text in LAW_PROMPTS]
     systems = _systems(sizes.context_length(max(map(len, prompts)) + 8))
     for index, prompt in enumerate(prompts[: sizes.num_law_prompts]):
-        waiting = [
-            mode for mode in MODES if _law_part(index, mode) not in results.parts
-        ]
+        waiting = [mode for mode in MODES if law_part(index, mode) not in results.parts]
         if not waiting:
             continue
         law = reference_law(systems, prompt).ravel()
@@ -252,7 +240,7 @@ def _run_law(sizes: _Sizes, results: Results, advance: Any) -> None:
             # Other seeds for each system: their samples are independent.
             first = _SEED.value + MODES.index(mode) * sizes.num_seeds
             seeds = np.arange(first, first + sizes.num_seeds)
-            pairs, num_same = systems.sample_pairs(
+            pairs, num_same, dropped = systems.sample_pairs(
                 mode, prompt, seeds, sizes.num_checked
             )
             p_values = {}
@@ -263,12 +251,13 @@ def _run_law(sizes: _Sizes, results: Results, advance: Any) -> None:
             counts = np.bincount(pairs, minlength=len(law))
             test = diagnostics.chi_square(counts, law)
             results.keep(
-                _law_part(index, mode),
+                law_part(index, mode),
                 {
-                    "prompt": _LAW_PROMPTS[index],
+                    "prompt": LAW_PROMPTS[index],
                     "num_seeds": len(pairs),
                     "num_checked": sizes.num_checked,
                     "num_same": num_same,
+                    "dropped_mass": dropped,
                     "p_value": test.p_value,
                     "degrees_of_freedom": test.degrees_of_freedom,
                     "p_value_by_sample_size": p_values,
@@ -278,7 +267,7 @@ def _run_law(sizes: _Sizes, results: Results, advance: Any) -> None:
                     "cell_counts": _pooled(counts, law),
                 },
             )
-            advance(_law_part(index, mode))
+            advance(law_part(index, mode))
 
 
 def _pooled(counts: np.ndarray, law: np.ndarray) -> str:
@@ -287,280 +276,6 @@ def _pooled(counts: np.ndarray, law: np.ndarray) -> str:
     num_common = int((law * counts.sum() >= 5).sum())
     common = counts[order[:num_common]]
     return " ".join(map(str, [*common, counts.sum() - common.sum()]))
-
-
-def _parts(results: Mapping[str, Any], start: str) -> dict[str, Any]:
-    return {name: part for name, part in results.items() if name.startswith(start)}
-
-
-def _per_test() -> float:
-    # Bonferroni: 8 prompts, three tests each (plain, repaired, repaired beside plain).
-    return _FALSE_ALARM / (3 * len(_LAW_PROMPTS))
-
-
-def _law_rows(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns for each prompt the p-values, and where the original is detected."""
-    rows = []
-    for index, prompt in enumerate(_LAW_PROMPTS):
-        found = {
-            mode: parts[name]
-            for mode in MODES
-            if (name := _law_part(index, mode)) in parts
-        }
-        if len(found) < len(MODES):
-            continue
-        cells = np.array(
-            [
-                [int(count) for count in found[mode]["cell_counts"].split()]
-                for mode in ("plain", "repaired")
-            ]
-        )
-        cells = cells[:, cells.sum(axis=0) > 0]
-        pair: Any = scipy.stats.chi2_contingency(cells)
-        detected = [
-            int(size)
-            for size, p_value in found["original"]["p_value_by_sample_size"].items()
-            if p_value < _per_test()
-        ]
-        rows.append(
-            {
-                "prompt": prompt,
-                "num_seeds": found["plain"]["num_seeds"],
-                **{mode: found[mode]["p_value"] for mode in MODES},
-                "repaired_beside_plain": float(pair.pvalue),
-                "original_detected_at": min(detected, default=None),
-                "cells": found["plain"]["degrees_of_freedom"] + 1,
-            }
-        )
-    return rows
-
-
-def _interval(values: np.ndarray) -> str:
-    half = 1.96 * values.std(ddof=1) / np.sqrt(len(values))
-    return f"{values.mean():.4f} ± {half:.4f}"
-
-
-def _by_row(parts: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (offered, accepted) by draft position, over parts."""
-    offered = sum(
-        (np.array(part["acceptance"]["offered_by_row"]) for part in parts.values()),
-        start=np.zeros(NUM_DRAFT_TOKENS, int),
-    )
-    accepted = sum(
-        (np.array(part["acceptance"]["accepted_by_row"]) for part in parts.values()),
-        start=np.zeros(NUM_DRAFT_TOKENS, int),
-    )
-    return offered, accepted
-
-
-def _sum(parts: Mapping[str, Any], *path: str) -> int:
-    total = 0
-    for part in parts.values():
-        for name in path:
-            part = part[name]
-        total += part
-    return total
-
-
-def _tables(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tables = []
-    rows = []
-    runs = {"one run, repaired": _parts(parts, "one_run")}
-    runs |= {
-        f"prompts, {mode}": _parts(parts, f"prompts: {mode}")
-        for mode in reversed(MODES)
-    }
-    for title, found in runs.items():
-        if not found:
-            continue
-        if title.endswith("plain"):
-            by_row = "no drafts"
-        else:
-            pairs = zip(*reversed(_by_row(found)), strict=True)
-            by_row = ", ".join(f"{a} of {o}" for a, o in pairs)
-        num_tokens = _sum(found, "acceptance", "num_tokens")
-        num_windows = _sum(found, "acceptance", "num_windows")
-        rows.append(
-            [
-                title,
-                f"{_sum(found, 'num_equal'):,} of {_sum(found, 'num_rows'):,}",
-                f"{num_tokens / num_windows:.3f}",
-                by_row,
-            ]
-        )
-    if rows:
-        tables.append(
-            {
-                "title": "Rows that equal plain decoding, bit for bit",
-                "columns": (
-                    *("run", "rows equal", "tokens per window"),
-                    "accepted of offered, by draft position",
-                ),
-                "rows": rows,
-            }
-        )
-    memory = [
-        (name.split()[-1], part["resident_megabytes"], part["seconds_by_thousand"])
-        for name, part in _parts(parts, "one_run").items()
-    ]
-    if memory and memory[0][1] is not None:
-        tables.append(
-            {
-                "title": "One run: memory and time by position",
-                "columns": ("from token", "resident MiB", "seconds for 1,000 tokens"),
-                "rows": [[name, f"{mib:.0f}", f"{s:.1f}"] for name, mib, s in memory],
-            }
-        )
-    law = _law_rows(parts)
-    if law:
-        tables.append(
-            {
-                "title": "Law of two tokens: p-values of the chi-square test",
-                "columns": (
-                    *("prompt", "seeds", "cells", "plain", "repaired"),
-                    *("repaired beside plain", "original", "original detected at"),
-                ),
-                "rows": [
-                    [
-                        row["prompt"],
-                        f"{row['num_seeds']:,}",
-                        str(row["cells"]),
-                        *(
-                            f"{row[name]:.2g}"
-                            for name in (
-                                *("plain", "repaired", "repaired_beside_plain"),
-                                "original",
-                            )
-                        ),
-                        f"{row['original_detected_at'] or 'not'} seeds",
-                    ]
-                    for row in law
-                ],
-                "note": f"False-alarm rate {_FALSE_ALARM:g} over all tests of plain "
-                f"and repaired, hence {_per_test():.2g} for each.",
-            }
-        )
-    quality = _quality(parts)
-    if quality:
-        tables.append(
-            {
-                "title": "Mean log-probability of a token under the plain target, nats",
-                "columns": ("text of", "mean", "difference from plain's"),
-                "rows": [
-                    [
-                        mode,
-                        _interval(values),
-                        "" if mode == "plain" else _interval(values - quality["plain"]),
-                    ]
-                    for mode, values in quality.items()
-                ],
-                "note": "With 95 % intervals over prompts; differences are paired by "
-                "prompt.",
-            }
-        )
-    return tables
-
-
-def _quality(parts: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    found = {
-        mode: np.concatenate(
-            [
-                part["log_prob_by_prompt"]
-                for part in _parts(parts, f"prompts: {mode}").values()
-            ]
-            or [np.zeros(0)]
-        )
-        for mode in MODES
-    }
-    sizes = {len(values) for values in found.values()}
-    return found if len(sizes) == 1 and sizes != {0} else {}
-
-
-def find_faults(parts: Mapping[str, Any]) -> list[str]:
-    """Returns what speaks against the claims; nothing if they hold."""
-    faults = []
-    for start in ("one_run", "prompts: plain", "prompts: repaired"):
-        found = _parts(parts, start)
-        num_rows, num_equal = _sum(found, "num_rows"), _sum(found, "num_equal")
-        if num_equal != num_rows:
-            faults.append(f"{start}: {num_rows - num_equal} rows differ")
-    control = _parts(parts, "prompts: original")
-    if control and _sum(control, "num_equal") == _sum(control, "num_rows"):
-        faults.append("prompts: original: no row differs: nothing is shown")
-    rows = _law_rows(parts)
-    for row in rows:
-        for name in ("plain", "repaired", "repaired_beside_plain"):
-            if row[name] < _per_test():
-                faults.append(
-                    f"law, {row['prompt']!r}: {name}, p-value {row[name]:.2g}"
-                )
-        for mode in MODES:
-            part = parts[_law_part(_LAW_PROMPTS.index(row["prompt"]), mode)]
-            if part["num_same"] != part["num_checked"]:
-                faults.append(
-                    f"law, {row['prompt']!r}: {mode}, {part['num_same']} of "
-                    f"{part['num_checked']} requests are those of the model itself"
-                )
-        # A try has too few seeds to tell.
-        if row["original"] >= _per_test() and row["num_seeds"] >= 20_000:
-            faults.append(f"law, {row['prompt']!r}: the original passes")
-    return faults
-
-
-_COLOURS = {"plain": "#777777", "repaired": "#1f6fb4", "original": "#c8452c"}
-
-
-def _draw(path: pathlib.Path, parts: Mapping[str, Any]) -> None:
-    with figure(path, ncols=3, figsize=(13, 3.8)) as (_, axes):
-        left, middle, right = axes
-        for shift, (title, start) in enumerate(
-            (("one run", "one_run"), ("prompts", "prompts: repaired"))
-        ):
-            offered, accepted = _by_row(_parts(parts, start))
-            place = np.arange(1, NUM_DRAFT_TOKENS + 1) + 0.4 * shift - 0.2
-            left.bar(place, accepted / np.maximum(offered, 1), 0.38, label=title)
-        left.set(
-            title="Acceptance by draft position, repaired",
-            xlabel="draft position",
-            ylabel="accepted of offered",
-            ylim=(0, 1.2),
-            xticks=range(1, NUM_DRAFT_TOKENS + 1),
-        )
-        left.legend(loc="upper right", ncols=2)
-        run = _parts(parts, "one_run")
-        places = [int(name.split()[-1]) for name in run]
-        memory = [part["resident_megabytes"] or np.nan for part in run.values()]
-        middle.plot(places, memory, "o-", color=_COLOURS["repaired"])
-        middle.set(title="Memory in one run", xlabel="tokens", ylabel="resident MiB")
-        middle.set_ylim(bottom=0)
-        for mode in MODES:
-            for index in range(len(_LAW_PROMPTS)):
-                part = parts.get(_law_part(index, mode))
-                if part is None:
-                    continue
-                sizes = [int(size) for size in part["p_value_by_sample_size"]]
-                values = [
-                    max(value, 1e-30)
-                    for value in part["p_value_by_sample_size"].values()
-                ]
-                right.plot(
-                    *(sizes, values, ".-"),
-                    color=_COLOURS[mode],
-                    alpha=0.7,
-                    linewidth=1,
-                    label=mode if index == 0 else None,
-                )
-        right.axhline(_per_test(), color="black", linewidth=1, linestyle=":")
-        right.set(
-            title="Law of two tokens, 8 prompts",
-            xlabel="seeds",
-            ylabel="p-value (1e-30 at the bottom)",
-            xscale="log",
-            yscale="log",
-        )
-        right.legend(loc="lower left")
-        for each in axes:
-            each.grid(alpha=0.3)
 
 
 _RUNNERS = {"law": _run_law, "one_run": _run_long, "prompts": _run_prompts}
@@ -589,13 +304,13 @@ def _run() -> int:
         "threshold": _THRESHOLD.value,
         "num_draft_tokens": NUM_DRAFT_TOKENS,
         "sizes": vars(sizes),
-        "law_prompts": _LAW_PROMPTS,
-        "false_alarm_rate": _FALSE_ALARM,
+        "law_prompts": LAW_PROMPTS,
+        "false_alarm_rate": FALSE_ALARM,
         "device": jax.devices()[0].device_kind,
     }
     results = Results("long_run", settings)
     total = sum(_num_pieces(name, sizes) for name in _PARTS.value)
-    done = sum(len(_parts(results.parts, f"{name}:")) for name in _PARTS.value)
+    done = sum(len(select_parts(results.parts, f"{name}:")) for name in _PARTS.value)
     with show_progress(done, total, "piece") as show:
 
         def advance(note: str) -> None:
@@ -607,9 +322,10 @@ def _run() -> int:
             _RUNNERS[name](sizes, results, advance)
 
     path = results.folder / "long_run.png"
-    _draw(path, results.parts)
-    results.finish(
-        _tables(results.parts),
+    draw(path, results.parts)
+    return results.finish(
+        make_tables(results.parts),
+        find_faults(results.parts),
         [
             {
                 "file": path.name,
@@ -618,10 +334,6 @@ def _run() -> int:
             }
         ],
     )
-    faults = find_faults(results.parts)
-    for fault in faults:
-        print(f"not shown: {fault}")
-    return 1 if faults else 0
 
 
 flags.adopt_module_key_flags(_command_line)

@@ -1,10 +1,10 @@
 """The acceptance sweep script: its report, a small run, faults and refusals."""
 
+import functools
 import json
 import pathlib
-import subprocess
-import sys
 
+import command_lines
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -17,20 +17,7 @@ NAMES = [
 ]
 
 
-def acceptance_sweep(*arguments):
-    return subprocess.run(
-        [
-            sys.executable,
-            ROOT / "experiments" / "acceptance_sweep.py",
-            "--platform=cpu",
-            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
-            *map(str, arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-    )
+acceptance_sweep = functools.partial(command_lines.run, "acceptance_sweep.py")
 
 
 def read(out):
@@ -113,9 +100,9 @@ def test_finished_cells_are_skipped_and_faults_reported(tmp_path):
     (tmp_path / "acceptance_sweep.json").write_text(json.dumps(report))
     result = acceptance_sweep("--out", tmp_path)
     assert result.returncode == 1, result.stderr
-    assert f"{first}: the kinds of rows do not add up" in result.stdout
-    assert f"{last}: tokens are not windows and accepted drafts" in result.stdout
-    assert result.stdout.count("not shown") == 2
+    assert f"{first}: the kinds of rows do not add up" in result.stderr
+    assert f"{last}: tokens are not windows and accepted drafts" in result.stderr
+    assert result.stderr.count("not shown") == 2
     assert read(tmp_path) == report
     assert (tmp_path / "acceptance_sweep.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,31 +1,15 @@
 """The arithmetic parity script: a small run, going on with it, and its refusals."""
 
+import functools
 import json
-import pathlib
-import subprocess
-import sys
 
 import command_lines
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ["q8_0-hadamard-cold", "q4_0-host"]
 
 
-def arithmetic_parity(*arguments):
-    return subprocess.run(
-        [
-            sys.executable,
-            ROOT / "experiments" / "arithmetic_parity.py",
-            "--platform=cpu",
-            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
-            *map(str, arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
+arithmetic_parity = functools.partial(command_lines.run, "arithmetic_parity.py")
 
 
 @pytest.fixture(scope="module")

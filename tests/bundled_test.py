@@ -1,7 +1,6 @@
 """The contracts on the bundled model: bits in every format and place, and the law."""
 
 import dataclasses
-import functools
 import hashlib
 import re
 
@@ -109,7 +108,14 @@ COVERING = {
 }
 
 
-@pytest.mark.parametrize("name", COVERING)
+@pytest.mark.parametrize(
+    "name",
+    # All pairs need all three runs; the third is a long test.
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "none" else [])
+        for name in COVERING
+    ],
+)
 def test_rows_of_windows_are_those_of_plain_decoding(mixed, plain, tmp_path, name):
     gate, drafter, tiers, num_cached = COVERING[name]
     tokens, rows = plain
@@ -131,6 +137,15 @@ def test_rows_of_windows_are_those_of_plain_decoding(mixed, plain, tmp_path, nam
         assert is_point > 0
 
 
+def test_the_batched_control_fails_the_same_check(mixed, plain):
+    config, _ = checks.loaded()
+    tokens, _ = plain
+    target = targets.batched(config, max_length=checks.MAX_LENGTH)
+    with pytest.raises(testing.ConformanceError, match=r"T1: .* logits differ"):
+        testing.check_target(target, mixed, tokens[:16])
+
+
+@pytest.mark.slow
 def test_the_batched_control_differs(mixed, plain):
     config, _ = checks.loaded()
     tokens, rows = plain
@@ -147,30 +162,44 @@ def test_the_batched_control_differs(mixed, plain):
 
 
 # The law of the first token.
-NUM_STEPS, NUM_SEEDS = 4_000, 200_000
+NUM_SEEDS = 200_000
 FALSE_ALARM = 1e-4
 THRESHOLD = 0.1
 LAW_PROMPT = checkpoints.ByteTokenizer().encode("The King is ")
 LAW_LENGTH = 128
 
 
-@functools.cache
-def first_row():
-    """p of the token after the prompt, and q of its draft."""
+def first_windows(num_steps):
+    """Counts of first tokens of whole steps, `[V]`; p of that token, q of its draft."""
     config, params = checkpoints.load_bundled_config()
     params = models.unpack_model_experts(params)
     target = targets.singleton(config, max_length=LAW_LENGTH)
     decoder = strata.speculative_decoder(
-        target, drafters.mtp(num_draft_tokens=1), gates.always(), verifiers.token()
+        target, drafters.mtp(num_draft_tokens=1), gates.picked(), verifiers.token()
     )
-    state = decoder.init(params, LAW_PROMPT, max_new_tokens=8)
-    _, window = jax.jit(decoder.step)(params, state)
-    return (
-        target,
-        params,
-        np.asarray(window.target_probs[0]),
-        np.asarray(window.proposal.measure[0]),
-    )
+    state = decoder.init(params, LAW_PROMPT, max_new_tokens=8, threshold=THRESHOLD)
+
+    @jax.jit
+    def windows(params, state, seeds, thresholds):
+        def one(request):
+            seed, threshold = request
+            settings = state.settings.replace(gate={"threshold": threshold})
+            key = strata._rng.request_key(seed)
+            _, window = decoder.step(
+                params, state.replace(settings=settings, request_key=key)
+            )
+            first = window.target_probs[0], window.proposal.measure[0]
+            return window.verdict.tokens[0], *first
+
+        return jax.lax.map(one, (seeds, thresholds))
+
+    seeds = jnp.arange(num_steps + 1, dtype=jnp.uint32)
+    # The last request is not counted: its gate admits all, so its measure is q.
+    thresholds = jnp.full(num_steps + 1, THRESHOLD).at[-1].set(0.0)
+    found, p, q = (np.asarray(x) for x in windows(params, state, seeds, thresholds))
+    assert (found >= 0).all()
+    np.testing.assert_array_equal(p, np.tile(p[:1], (len(p), 1)))
+    return np.bincount(found[:-1], minlength=256), p[-1], q[-1]
 
 
 def count_first_tokens(decoder, params, first_seed, num_seeds):
@@ -192,9 +221,8 @@ def count_first_tokens(decoder, params, first_seed, num_seeds):
     return np.bincount(found, minlength=256)
 
 
-def row_decoder(wrap, gate):
+def row_decoder(p, q, wrap, gate):
     """Draw, gate and verify on the bundled model's first row, without the model."""
-    _, _, p, q = first_row()
     length = len(LAW_PROMPT)
     script = np.zeros((length + 1, 256), np.float32)
     script[length] = q / q.sum(dtype=np.float64)
@@ -204,31 +232,30 @@ def row_decoder(wrap, gate):
     return decoder, targets.TabularParams(jnp.log(jnp.asarray(p)))
 
 
-def test_first_token_law_and_its_control():
-    target, params, p, q = first_row()
+@pytest.mark.parametrize(
+    "num_steps", [4_000, pytest.param(20_000, marks=pytest.mark.slow)]
+)
+def test_first_token_law_and_its_control(num_steps):
+    counts, p, q = first_windows(num_steps)
     bias = np.where(q < THRESHOLD, q, 0).sum()
     assert 0.05 < bias < 0.95  # the gate has something to do on this row
-    decoder = strata.speculative_decoder(
-        target,
-        drafters.mtp(num_draft_tokens=1),
-        gates.picked(THRESHOLD),
-        verifiers.token(),
-    )
-    counts = count_first_tokens(decoder, params, 0, NUM_STEPS)
     through_step = diagnostics.chi_square(counts, p)
-    decoder, tables = row_decoder(lambda drafter: drafter, gates.picked(THRESHOLD))
+    decoder, tables = row_decoder(
+        p, q, lambda drafter: drafter, gates.picked(THRESHOLD)
+    )
     counts = counts + count_first_tokens(
-        decoder, tables, NUM_STEPS, NUM_SEEDS - NUM_STEPS
+        decoder, tables, num_steps, NUM_SEEDS - num_steps
     )
     ours = diagnostics.chi_square(counts, p)
     control, tables = row_decoder(
+        *(p, q),
         lambda drafter: negative_controls.unaccounted_gate(drafter, THRESHOLD),
         gates.always(),
     )
     wrong = count_first_tokens(control, tables, 0, NUM_SEEDS)
     biased = diagnostics.chi_square(wrong, p)
     print(
-        f"\nfirst token, false-alarm rate {FALSE_ALARM}: {NUM_STEPS} through step "
+        f"\nfirst token, false-alarm rate {FALSE_ALARM}: {num_steps} through step "
         f"p-value {through_step.p_value:.3g}; {counts.sum()} in all "
         f"{ours.p_value:.3g}; unaccounted gate {biased.p_value:.3g}, total variation "
         f"{diagnostics.total_variation(wrong / wrong.sum(), p):.4f}"

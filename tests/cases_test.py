@@ -168,9 +168,10 @@ def laws(instances, num_tokens=1, num_draft_tokens=1, verifier="token"):
         decoder.init(one, [_START], **settings)
         for one, (*_, settings) in zip(params, instances, strict=True)
     ]
-    found = sequence_laws(
-        decoder, stack(params), stack(states), num_tokens, enumerator=enumerator
-    )
+    with quick_compilation():
+        found = sequence_laws(
+            decoder, stack(params), stack(states), num_tokens, enumerator=enumerator
+        )
     tables = []
     for law in found:
         table = np.zeros((_VOCAB,) * num_tokens)
@@ -191,9 +192,10 @@ def accepted_mass(p, q, verifier="token", **settings):
     decoder, enumerator = enumerated(1, verifier)
     params = Params(target=padded_table(p), drafter=padded_table(q))
     state = decoder.init(params, [_START], **settings)
-    cells = enumerator.cells(
-        stack([params]), host_states(stack([state])), np.zeros(1, int)
-    )
+    with quick_compilation():
+        cells = enumerator.cells(
+            stack([params]), host_states(stack([state])), np.zeros(1, int)
+        )
     return float(cells.volume[cells.num_accepted > 0].sum())
 
 
@@ -769,6 +771,7 @@ def test_bug_038_rounding_that_differs_between_paths():
     close(law, p, atol=expected["emit_error_bound"])
 
 
+@quick_compilation()
 def test_bug_044_cache_rows_are_never_shifted():
     inputs, *_ = load("bug-044")
     config = LlamaConfig(

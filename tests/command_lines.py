@@ -21,6 +21,23 @@ class Result(NamedTuple):
     stderr: str
 
 
+def run(script, *arguments, timeout=600):
+    """Runs a script of experiments/ as from a shell, with the tests' cache."""
+    return subprocess.run(
+        [
+            sys.executable,
+            ROOT / "experiments" / script,
+            "--platform=cpu",
+            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
+            *map(str, arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+    )
+
+
 def run_each(script, argument_lists, timeout=300):
     """Results of a script of experiments/ for each list of arguments, in order."""
     lists = [[str(argument) for argument in arguments] for arguments in argument_lists]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moe_weights import quick_compilation
 
 import strata_jax as strata
 from strata_jax import (
@@ -30,7 +31,7 @@ GATES = {
 
 
 # Every gate is enumerated by law_test.py; here a few stand for the check itself.
-DEFAULT_GATES = ("picked", "entropy", "all_of")
+DEFAULT_GATES = ("entropy", "all_of")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,7 @@ DEFAULT_GATES = ("picked", "entropy", "all_of")
         for name in GATES
     ],
 )
+@quick_compilation()
 def test_gates(name):
     testing.check_gate(GATES[name])
 
@@ -68,10 +70,12 @@ def test_bad_gates_fail(make):
 
 
 @pytest.mark.parametrize("verifier", [verifiers.token(), verifiers.exact_match()])
+@quick_compilation()
 def test_verifiers(verifier):
     testing.check_verifier(verifier)
 
 
+@quick_compilation()
 def test_a_verifier_that_accepts_everything_fails():
     token = verifiers.token()
 

@@ -17,12 +17,13 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # The longest files first, so that two processes end at about the same time.
 LONGEST = (
+    "bundled_test.py",
     "smollm2_test.py",
-    "float64_test.py",
     "law_test.py",
+    "float64_test.py",
+    "cases_test.py",
+    "experiments_test.py",
     "conformance_test.py",
-    "oracle_parity_test.py",
-    "plain_tokens_test.py",
 )
 
 

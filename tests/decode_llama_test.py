@@ -1,7 +1,6 @@
 """The decoding loop on a small llama: bits of the rows that tokens were drawn from."""
 
 import jax
-import jax.export
 import numpy as np
 import pytest
 
@@ -141,17 +140,3 @@ def test_requests_under_vmap_are_what_they_are_alone(params):
             np.testing.assert_array_equal(
                 windows.proposal.measure[slot], alone.proposal.measure
             )
-
-
-@pytest.mark.parametrize("verifier", [verifiers.token(), verifiers.exact_match()])
-def test_step_lowers_for_every_platform(params, verifier):
-    target = targets.singleton(CONFIG, max_length=MAX_LENGTH)
-    decoder = strata.speculative_decoder(
-        target, make_drafter("layer_skip", 2), gates.picked(0.1), verifier
-    )
-    state = decoder.init(params, PROMPT)
-    platforms = ("cpu", "cuda", "rocm", "tpu")
-    exported = jax.export.export(jax.jit(decoder.step), platforms=platforms)(
-        params, state
-    )
-    assert exported.platforms == platforms

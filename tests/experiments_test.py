@@ -26,6 +26,7 @@ def generate(*arguments, timeout=300):
     )
 
 
+TINY = ("--model", "tiny", "--drafter", "mtp")
 BUNDLED = ("--drafter", "mtp")
 SMOLLM2 = (
     *("--model", "smollm2", "--drafter", "layer_skip", "--layers", "0,1,2,11,28,29"),
@@ -33,7 +34,12 @@ SMOLLM2 = (
 
 
 @pytest.mark.parametrize(
-    "model", [BUNDLED, pytest.param(SMOLLM2, marks=pytest.mark.slow)]
+    "model",
+    [
+        TINY,
+        pytest.param(BUNDLED, marks=pytest.mark.slow),
+        pytest.param(SMOLLM2, marks=pytest.mark.slow),
+    ],
 )
 def test_generate_streams_verifies_and_reports(model, tmp_path):
     out = tmp_path / "run.json"
@@ -63,13 +69,8 @@ def test_generate_streams_verifies_and_reports(model, tmp_path):
 
 def test_generate_nothing():
     result = generate(
-        "--prompt",
-        "a",
-        "--max_new_tokens",
-        "0",
-        "--max_length",
-        "64",
-        "--verify_target",
+        *("--model", "tiny", "--prompt", "a", "--max_new_tokens", "0"),
+        *("--max_length", "64", "--verify_target"),
     )
     assert result.returncode == 0, result.stderr
     assert "0 of 0" in result.stdout

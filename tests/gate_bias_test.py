@@ -1,10 +1,10 @@
 """The gate bias script: its report, small runs, faults and refusals."""
 
+import functools
 import json
 import pathlib
-import subprocess
-import sys
 
+import command_lines
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -12,20 +12,7 @@ REPORT = ROOT / "docs" / "results" / "gate_bias.json"
 SOURCES = ("synthetic", "bundled", "smollm2")
 
 
-def gate_bias(*arguments):
-    return subprocess.run(
-        [
-            sys.executable,
-            ROOT / "experiments" / "gate_bias.py",
-            "--platform=cpu",
-            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
-            *map(str, arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-    )
+gate_bias = functools.partial(command_lines.run, "gate_bias.py")
 
 
 def read(out):
@@ -53,7 +40,6 @@ def check_bias(part, is_control_biased):
     assert (max(part["predicted"]) > 0.01) == is_control_biased
 
 
-@pytest.mark.slow
 def test_prediction_and_enumeration_agree_and_the_control_is_biased(finished):
     _, report, _ = finished
     parts = report["parts"]
@@ -70,7 +56,6 @@ def test_prediction_and_enumeration_agree_and_the_control_is_biased(finished):
         assert values[-1] == pytest.approx(0.0625, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_report(finished):
     out, report, result = finished
     assert sorted(path.name for path in out.iterdir()) == [
@@ -121,8 +106,8 @@ def test_finished_parts_are_skipped_and_faults_reported(tmp_path):
         "smollm2, threshold 0.45: the repaired gate is biased",
         "smollm2: no bias at any threshold: nothing is shown",
     ):
-        assert f"not shown: {fault}" in result.stdout
-    assert result.stdout.count("not shown") == 4
+        assert f"not shown: {fault}" in result.stderr
+    assert result.stderr.count("not shown") == 4
     assert read(tmp_path) == report
     assert (tmp_path / "gate_bias.png").read_bytes().startswith(b"\x89PNG")
 

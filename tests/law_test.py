@@ -132,7 +132,7 @@ def matrix_cases(vocab_size, num_draft_tokens):
     return cases
 
 
-# Every V and K with each verifier; exact match drafts by argmax or by sampling.
+# V and K with each verifier; exact match drafts by argmax or by sampling.
 TOKEN = [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 3)]
 EXACT_MATCH = {
     (2, 0): "argmax",
@@ -144,16 +144,25 @@ EXACT_MATCH = {
     (3, 2): "argmax",
     (4, 2): "sample",
 }
-MATRIX = [
-    *[(*sizes, "token") for sizes in TOKEN],
-    *[
-        pytest.param(
-            *(*sizes, f"exact_match, {EXACT_MATCH[sizes]}"),
-            marks=[pytest.mark.slow] if sizes == (4, 2) else [],
-        )
-        for sizes in EXACT_MATCH
-    ],
-]
+# One program each. Among the short tests every K is met with both verifiers, and both
+# draft rules of exact match.
+LONG = {
+    *[(4, 3, "token"), (3, 0, "token")],
+    *[(*sizes, "exact_match") for sizes in [(2, 1), (2, 2), (3, 0), (4, 2)]],
+}
+
+
+def sizes_with(verifier, sizes):
+    """Parameters of the tests, the long ones marked."""
+    for size in sizes:
+        is_long = (*size, verifier) in LONG
+        name = verifier
+        if verifier == "exact_match":
+            name = f"exact_match, {EXACT_MATCH[size]}"
+        yield pytest.param(*size, name, marks=[pytest.mark.slow] if is_long else [])
+
+
+MATRIX = [*sizes_with("token", TOKEN), *sizes_with("exact_match", EXACT_MATCH)]
 
 
 def test_precision_is_what_the_environment_asks_for():
@@ -356,15 +365,15 @@ def joint_cases(vocab_size):
     return cases
 
 
-@pytest.mark.parametrize("verifier", ["token", "exact_match"])
+JOINT = [(2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2)]
+
+
 @pytest.mark.parametrize(
-    ("vocab_size", "num_draft_tokens"),
-    [(2, 0), (2, 1), (2, 2), (2, 3), (3, 0), (3, 1), (3, 2)],
+    ("vocab_size", "num_draft_tokens", "verifier"),
+    [*sizes_with("token", JOINT), *sizes_with("exact_match", JOINT)],
 )
 def test_joint_law_of_three_tokens(vocab_size, num_draft_tokens, verifier):
     cases = joint_cases(vocab_size)
-    if verifier == "exact_match":
-        verifier = f"exact_match, {EXACT_MATCH[vocab_size, num_draft_tokens]}"
     bench = library_bench(vocab_size, num_draft_tokens, verifier)
     assert_laws_are_targets(bench, cases, num_tokens=3)
 
@@ -436,10 +445,13 @@ def unaccounted(drafter):
 @pytest.mark.parametrize(
     ("gate", "verifier"),
     [
-        (gates.picked(0.5), strata.verifiers.token()),
-        (gates.picked(0.5), strata.verifiers.exact_match()),
+        pytest.param(gates.picked(0.5), strata.verifiers.token(), id="token"),
+        pytest.param(
+            *(gates.picked(0.5), strata.verifiers.exact_match()),
+            id="exact_match",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["token", "exact_match"],
 )
 def test_sampled_joint_law(gate, verifier):
     p_value = sampled_p_value(decoder_for(3, 2, gate=gate, verifier=verifier))

@@ -1,30 +1,17 @@
 """The long run script: a small run, going on with it, faults and refusals."""
 
+import functools
 import json
 import pathlib
-import subprocess
-import sys
 
+import command_lines
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 REPORT = ROOT / "docs" / "results" / "long_run.json"
 
 
-def long_run(*arguments):
-    return subprocess.run(
-        [
-            sys.executable,
-            ROOT / "experiments" / "long_run.py",
-            "--platform=cpu",
-            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
-            *map(str, arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-    )
+long_run = functools.partial(command_lines.run, "long_run.py")
 
 
 @pytest.mark.slow
@@ -67,9 +54,9 @@ def test_report_is_finished_and_its_faults_are_seen(tmp_path):
     (tmp_path / "long_run.json").write_text(json.dumps(report))
     result = long_run("--out", tmp_path)
     assert result.returncode == 1, result.stderr
-    assert "prompts: repaired: 1 rows differ" in result.stdout
-    assert "law, 'Good morrow, c': repaired, p-value 1e-09" in result.stdout
-    assert "law, 'Enter the K': the original passes" in result.stdout
+    assert "prompts: repaired: 1 rows differ" in result.stderr
+    assert "law, 'Good morrow, c': repaired, p-value 1e-09" in result.stderr
+    assert "law, 'Enter the K': the original passes" in result.stderr
     assert "Rows that equal plain decoding" in result.stdout
     assert (tmp_path / "long_run.png").read_bytes().startswith(b"\x89PNG")
 

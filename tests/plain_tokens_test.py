@@ -115,9 +115,13 @@ def requests_of(kind):
             }
 
 
+# One program each: every drafter and both targets once; the others are long tests.
+SHORT = {("llama", "model", 3), ("tabular", "suffix", 3), ("tabular", "scripted", 3)}
 CASES = [
-    # One program each: K = 1 and K = 2 are among the long tests.
-    pytest.param(kind, name, k, marks=[pytest.mark.slow] if k < 3 else [])
+    pytest.param(
+        *(kind, name, k),
+        marks=[] if (kind, name, k) in SHORT else [pytest.mark.slow],
+    )
     for kind in ("tabular", "llama")
     for name in ("model", "suffix", "scripted")
     for k in (1, 2, 3)

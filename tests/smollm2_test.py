@@ -30,12 +30,12 @@ def model():
     return config, params, checkpoints.load_gguf_tokenizer(path)
 
 
-@pytest.fixture(scope="module")
-def singleton_rows(model):
-    """Logits of the separately compiled one-token program, [64, V]."""
+@pytest.fixture(scope="module", params=[24, pytest.param(64, marks=pytest.mark.slow)])
+def singleton_rows(request, model):
+    """Logits of the separately compiled one-token program, [n, V]."""
     config, params, tokenizer = model
-    text = np.asarray(tokenizer.encode(TEXT)[:64], np.int32)
-    assert len(text) == 64
+    text = np.asarray(tokenizer.encode(TEXT)[: request.param], np.int32)
+    assert len(text) == request.param
     target = targets.singleton(config, max_length=MAX_LENGTH)
     score = jax.jit(target.score, donate_argnums=1)
     state, rows = target.init(params), []
@@ -68,8 +68,8 @@ def test_every_row_is_the_singletons(model, singleton_rows):
     counts = testing.check_target(target, params, text, poison=testing.poison_cache)
     print("\nrows bitwise equal to the one-token program:", counts)
     # Widths 1 .. 8; 1, 4 and 7 kept rows of 8; each over all positions.
-    assert counts["widths"] == 8 * 64
-    assert counts["rejections"] == 3 * 64
+    assert counts["widths"] == 8 * len(text)
+    assert counts["rejections"] == 3 * len(text)
 
 
 def test_batched_control_differs_on_most_rows(model, singleton_rows):

@@ -1,32 +1,19 @@
 """The target agreement script: a small run, going on with it, and its refusals."""
 
+import functools
 import json
 import pathlib
-import subprocess
-import sys
 
 import command_lines
 import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+REPORT = ROOT / "docs" / "results" / "target_agreement.json"
 PREFIX = "tiny, 12 positions: "
 
 
-def target_agreement(*arguments):
-    return subprocess.run(
-        [
-            sys.executable,
-            ROOT / "experiments" / "target_agreement.py",
-            "--platform=cpu",
-            f"--compilation_cache={ROOT / '.cache' / 'jax'}",
-            *map(str, arguments),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
+target_agreement = functools.partial(command_lines.run, "target_agreement.py")
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +29,7 @@ def distribution(text):
     return {int(token): np.float32(probability) for token, probability in pairs}
 
 
+@pytest.mark.slow
 def test_repaired_rows_are_the_targets_and_the_originals_are_not(finished):
     _, report, _ = finished
     parts = {name.removeprefix(PREFIX): part for name, part in report["parts"].items()}
@@ -68,6 +56,7 @@ def test_repaired_rows_are_the_targets_and_the_originals_are_not(finished):
     assert sum(part["replay"]["num_decisions"] for part in sampled) >= 24
 
 
+@pytest.mark.slow
 def test_distributions_are_kept(finished):
     _, report, _ = finished
     for part in report["parts"].values():
@@ -84,6 +73,7 @@ def test_distributions_are_kept(finished):
                 assert gap == pytest.approx(position["tv_emitted"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_report(finished):
     out, report, result = finished
     assert sorted(path.name for path in out.iterdir()) == [
@@ -102,19 +92,50 @@ def test_report(finished):
         assert [len(digest) for digest in part["files"].values()] == [64]
 
 
-def test_finished_runs_are_skipped_and_faults_reported(finished, tmp_path):
-    _, report, _ = finished
-    report = json.loads(json.dumps(report))
-    parts = report["parts"]
-    parts[f"{PREFIX}repaired, gated"]["num_equal"]["repaired"] = 11
-    parts[f"{PREFIX}original, gated"]["largest"]["gate_max"] = 0
-    parts[f"{PREFIX}original, default"]["tokens"][3] ^= 1
+def test_published_report():
+    parts = json.loads(REPORT.read_text())["parts"]
+    assert len(parts) == 54
+    for name, part in parts.items():
+        assert part["replay"]["difference"] is None
+        assert part["replay"]["num_decisions"] >= part["num_positions"]
+        if "repaired" in name or name.endswith("no drafts"):
+            assert part["num_equal"]["repaired"] == part["num_positions"]
+            assert part["num_equal"]["original"] == part["num_positions"]
+            assert part["largest"]["emitted_max"] < 1e-6
+        else:
+            assert part["num_equal"]["repaired"] < part["num_positions"]
+        if name.endswith("original, gated"):
+            assert part["largest"]["gate_max"] > 0.1
+            size = 1e-3 if "bfloat16" in name else 0
+            limit = 0.1 if "bfloat16" in name else 1e-5
+            assert size < part["largest"]["arithmetic_max"] < limit
+    for model in ("bundled", "bundled-q4_0", "smollm2"):
+        for length in (12, 256):
+            tokens = [
+                parts[f"{model}, {length} positions: {rule}, default"]["tokens"]
+                for rule in ("original", "repaired")
+            ]
+            assert tokens[0] == tokens[1]
+
+
+def test_finished_runs_are_skipped_and_faults_reported(tmp_path):
+    report = json.loads(REPORT.read_text())
+    parts, prefix = report["parts"], "smollm2, 256 positions: "
+    # Results that no run gives: they are kept, so nothing was computed again.
+    parts[f"{prefix}repaired, gated"]["num_equal"]["repaired"] = 255
+    parts[f"{prefix}original, gated"]["largest"]["gate_max"] = 0
+    parts[f"{prefix}original, default"]["tokens"][3] ^= 1
     (tmp_path / "target_agreement.json").write_text(json.dumps(report))
-    result = target_agreement("--smoke", "--out", tmp_path)
+    result = target_agreement("--out", tmp_path)
     assert result.returncode == 1, result.stderr
-    assert "11 of 12 rows equal the reference without drafts" in result.stdout
-    assert "original, gated: no bias: nothing is shown" in result.stdout
-    assert "tokens differ between original and repaired" in result.stdout
+    for fault in (
+        "repaired, gated: 255 of 256 rows equal the reference without drafts",
+        "original, gated: no bias: nothing is shown",
+        "the default mode's tokens differ between original and repaired",
+    ):
+        assert f"not shown: {prefix}{fault}" in result.stderr
+    assert result.stderr.count("not shown") == 3
+    assert json.loads((tmp_path / "target_agreement.json").read_text()) == report
 
 
 def test_refuses(tmp_path):

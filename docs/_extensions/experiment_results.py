@@ -112,8 +112,8 @@ class ExperimentResults(SphinxDirective):
         return [
             nodes.literal_block(command, command, language="bash"),
             _facts(path.name, content, report),
-            *self._tables(report),
             *self._figures(report),
+            *self._tables(report),
         ]
 
     def _tables(self, report: dict[str, Any]) -> Iterator[nodes.Node]:

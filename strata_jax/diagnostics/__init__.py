@@ -20,6 +20,6 @@ from strata_jax.diagnostics._replay import replay as replay
 from strata_jax.diagnostics._trace import Trace as Trace
 from strata_jax.diagnostics._trace import begin_trace as begin_trace
 from strata_jax.diagnostics._trace import extend_trace as extend_trace
-from strata_jax.diagnostics._trace import load_trace as load_trace
 from strata_jax.diagnostics._trace import record_trace as record_trace
-from strata_jax.diagnostics._trace import save_trace as save_trace
+from strata_jax.diagnostics._trace_file import load_trace as load_trace
+from strata_jax.diagnostics._trace_file import save_trace as save_trace

@@ -9,7 +9,7 @@ import numpy as np
 
 from strata_jax._rng import Stream
 from strata_jax._types import Source
-from strata_jax.diagnostics._trace import Trace
+from strata_jax.diagnostics._trace import DRAWS, Trace
 from strata_jax.testing import (
     OracleVerdict,
     oracle_position_uniforms,
@@ -78,9 +78,17 @@ def replay(trace: Trace) -> Replay:
       The counts, and the first difference. In a window that failed only the uniforms
       are compared.
 
+    Raises:
+      ValueError: if the trace's verifier is unknown, or a row is no row of numbers.
+
     Exactness: decides as the library does, bit for bit; the draw of a draft token from
       q is not repeated, since a trace holds mu.
     """
+    if trace.verifier not in DRAWS:
+        raise ValueError(
+            f"trace.verifier is {trace.verifier!r}: only windows of {sorted(DRAWS)} "
+            "can be decided again"
+        )
     windows = trace.windows
     position = len(trace.context)
     eos_ids = trace.settings["sampling.eos_ids"]

@@ -12,6 +12,7 @@ from law_checks import (
     one_instance,
     tolerance,
 )
+from moe_weights import quick_compilation
 
 import strata_jax as strata
 from strata_jax import audit, drafters, gates, targets, verifiers
@@ -121,6 +122,7 @@ def test_cells_of_a_window_worked_by_hand():
     )
 
 
+@quick_compilation()
 def test_laws_of_requests_alone_and_together():
     cases = [
         row_case((0.3, 0.7), (0.875, 0.125), {"threshold": 0.5}),

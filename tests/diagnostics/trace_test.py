@@ -322,6 +322,39 @@ def test_other_verifiers_are_refused():
         )
 
 
+def test_windows_of_another_decoder_are_refused():
+    decoder, params = bundled_decoder("token")
+    other, _ = bundled_decoder("exact_match")
+    state = start(decoder, params)
+    trace = diagnostics.begin_trace(decoder, state)
+    _, windows = jax.eval_shape(other.step, params, start(other, params))
+    windows = jax.tree.map(lambda leaf: np.zeros((1, *leaf.shape), leaf.dtype), windows)
+    with pytest.raises(ValueError, match="not of the verifier 'token'"):
+        diagnostics.extend_trace(trace, windows)
+    _, tiny = tiny_trace()
+    with pytest.raises(ValueError, match=r"target_probs of shape \[windows, 3, 6\]"):
+        diagnostics.extend_trace(tiny, windows)
+    with pytest.raises(ValueError, match="can be decided again"):
+        diagnostics.replay(dataclasses.replace(tiny, verifier="mine"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((np.zeros(3, np.uint32), 0, 0, 1), "key_data must be"),
+        ((np.zeros(2, np.int32), 0, 0, 1), "key_data must be"),
+        ((np.zeros(2, np.uint32), 0, -1, 1), "position"),
+        ((np.zeros(2, np.uint32), 0, 2**31, 1), "position"),
+    ],
+)
+def test_counters_out_of_range_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        oracle_position_uniforms(*arguments)
+    key_data, stream, position, width = arguments
+    with pytest.raises(ValueError, match=match):
+        oracle_window_uniforms(key_data, stream, 0, position, width)
+
+
 def test_uniforms_in_numpy_are_those_of_jax():
     key = request_key(123456789)
     data = np.asarray(jax.random.key_data(key))

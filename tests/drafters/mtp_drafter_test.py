@@ -9,7 +9,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -276,23 +275,6 @@ def test_a_second_request_compiles_nothing():
     state = start(DECODER, PROMPT)
     jax.eval_shape(lambda state: run(DECODER, state, 2), state)
     assert TRACES["score"] > before["score"]
-
-
-@pytest.mark.parametrize("verifier", ["token", "exact_match"])
-@pytest.mark.parametrize("name", ["step", "decode"])
-def test_lowers_for_every_platform(name, verifier):
-    decoder = decoder_of(3, getattr(strata.verifiers, verifier)())
-    functions = {
-        "step": decoder.step,
-        "decode": lambda params, state: strata.decode(
-            decoder, params, state, 4, throw=False
-        ),
-    }
-    params = params_of(CONFIG)
-    state = jax.eval_shape(lambda: DECODER.init(params, PROMPT))
-    platforms = ("cpu", "cuda", "rocm", "tpu")
-    export = jax.export.export(jax.jit(functions[name]), platforms=platforms)
-    assert export(params, state).platforms == platforms
 
 
 # The law, with a draft vocabulary that lacks a token.

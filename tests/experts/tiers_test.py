@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ LAYOUTS = {
         ExpertLayout(gate="trellis3_mul1", up="bfloat16", down="trellis3_mul1"),
     ),
 }
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 def run_window(bank, cache, states, routing, num_rows, num_kept, mode):
@@ -266,27 +264,6 @@ def test_a_cache_reads_its_newcomers_at_once(find_bank, reads):
     assert reads == []
 
 
-def export_window(bank, cache, platforms):
-    states, routing, num_rows, num_kept = windows()[0]
-    program = jax.jit(functools.partial(run_window, mode="singleton"))
-    return jax.export.export(program, platforms=platforms)(
-        bank, cache, states, routing, jnp.int32(num_rows), jnp.int32(num_kept)
-    )
-
-
-@pytest.mark.parametrize(
-    ("tier", "num_slots"),
-    [("device", 0), ("device", 1), ("host", 0), ("host", 1)],
-)
-def test_programs_without_cold_experts_lower_for_every_platform(
-    find_bank, tier, num_slots
-):
-    bank = find_bank(tier, "mixed")
-    exported = export_window(bank, empty_cache(bank, num_slots), PLATFORMS)
-    assert exported.platforms == PLATFORMS
-    assert "callback" not in exported.mlir_module()
-
-
 def test_programs_with_cold_experts_contain_a_callback(find_bank):
     bank = find_bank("disk", "mixed")
     states, routing, num_rows, num_kept = windows()[0]
@@ -300,5 +277,3 @@ def test_programs_with_cold_experts_contain_a_callback(find_bank):
         mode="singleton",
     )
     assert "callback" in lowered.as_text()
-    with pytest.raises(NotImplementedError, match="callback"):
-        export_window(bank, None, ("cpu",)).serialize()

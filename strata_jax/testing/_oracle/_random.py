@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from strata_jax import _checks
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
@@ -22,12 +24,17 @@ def oracle_position_uniforms(
     Returns:
       `[width]` float32 in [0, 1), multiples of 2^-24.
 
-    Exactness: the bits of the library's own streams on every backend.
+    Raises:
+      ValueError: if the key is no pair of uint32, or a number is out of range.
+
+    Exactness: the bits of the library's own streams, with JAX's default of
+      `jax_threefry_partitionable`, True.
 
     References:
       Salmon et al., `Parallel Random Numbers: As Easy as 1, 2, 3
       <https://doi.org/10.1145/2063384.2063405>`_, 2011 (Threefry-2x32, 20 rounds).
     """
+    _check_counters(key_data, stream=stream, position=position, width=width)
     return _uniforms(_fold_in(key_data, stream), position, width)
 
 
@@ -46,10 +53,27 @@ def oracle_window_uniforms(
     Returns:
       `[width]` float32 in [0, 1), multiples of 2^-24.
 
-    Exactness: the bits of the library's own streams on every backend.
+    Raises:
+      ValueError: if the key is no pair of uint32, or a number is out of range.
+
+    Exactness: the bits of the library's own streams, with JAX's default of
+      `jax_threefry_partitionable`, True.
     """
+    _check_counters(
+        key_data, stream=stream, window=window, position=position, width=width
+    )
     key = _fold_in(_fold_in(key_data, stream), window)
     return _uniforms(key, position, width)
+
+
+def _check_counters(key_data: np.ndarray, **numbers: int) -> None:
+    if np.shape(key_data) != (2,) or np.asarray(key_data).dtype != np.uint32:
+        raise ValueError(
+            "key_data must be [2] uint32, as jax.random.key_data gives it, got "
+            f"{np.shape(key_data)} {np.asarray(key_data).dtype}"
+        )
+    for name, value in numbers.items():
+        _checks.check_integer(name, value, 0, 2**31 - 1)
 
 
 def _uniforms(key: np.ndarray, position: int, width: int) -> np.ndarray:
