@@ -369,6 +369,12 @@ def _run() -> int:
             results.keep(name, {"files": files, **part})
             advance(index + 1, name)
 
+    # All that the file holds, also from earlier runs with other sources.
+    sources = [
+        name
+        for name in sizes.num_rows
+        if all(_bias_part(name, t) in results.parts for t in sizes.thresholds)
+    ]
     path = results.folder / "gate_bias.png"
     _draw(path, results.parts, sources, sizes)
     return results.finish(

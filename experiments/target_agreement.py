@@ -297,6 +297,16 @@ def _run() -> int:
             results.keep(_part(name, length, run), {"files": files, **part})
             advance(index + 1, _part(name, length, run))
 
+    # All that the file holds, also from earlier runs with other configurations.
+    names = [
+        name
+        for name in _WEIGHTS
+        if all(
+            _part(name, length, run) in results.parts
+            for length in _lengths(name, lengths)
+            for run in RUNS
+        )
+    ]
     path = results.folder / "target_agreement.png"
     whole = [name for name in names if _lengths(name, lengths) == lengths]
     _draw(path, results.parts, whole or names, lengths[-1 if whole else 0])

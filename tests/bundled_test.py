@@ -62,6 +62,7 @@ def test_load_bundled_gives_a_target_and_its_weights():
         strata.load_bundled(max_length=10**6)
 
 
+@pytest.mark.slow  # the README's example, run by docs_test.py, writes as well
 def test_it_writes_text_with_its_draft_head():
     target, params = strata.load_bundled(max_length=256)
     decoder = strata.speculative_decoder(
@@ -85,7 +86,8 @@ def test_it_writes_text_with_its_draft_head():
     assert summary.tokens_per_window > 1.2
 
 
-def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path):
+@pytest.mark.parametrize("max_width", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path, max_width):
     config, _ = checks.loaded()
     tokens, _ = plain
     params = checks.placed(mixed, ("host", "cold", "resident", "host"), tmp_path)
@@ -93,10 +95,10 @@ def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path):
         config, max_length=checks.MAX_LENGTH, num_cached_experts=3
     )
     counts = testing.check_target(
-        target, params, tokens, max_width=8, poison=testing.poison_cache
+        target, params, tokens, max_width=max_width, poison=testing.poison_cache
     )
     print("\nrows bitwise equal to the one-token program:", counts)
-    assert counts["widths"] == 8 * NUM_TOKENS
+    assert counts["widths"] == max_width * NUM_TOKENS
 
 
 # Pairs of gate and tier, of gate and drafter, of format and tier (each layer holds 4 or
@@ -110,9 +112,9 @@ COVERING = {
 
 @pytest.mark.parametrize(
     "name",
-    # All pairs need all three runs; the third is a long test.
+    # The first has both drafters' rows, all tiers and all formats; pairs need all three.
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name == "none" else [])
+        pytest.param(name, marks=[] if name == "picked" else [pytest.mark.slow])
         for name in COVERING
     ],
 )
@@ -233,7 +235,7 @@ def row_decoder(p, q, wrap, gate):
 
 
 @pytest.mark.parametrize(
-    "num_steps", [4_000, pytest.param(20_000, marks=pytest.mark.slow)]
+    "num_steps", [2_000, pytest.param(20_000, marks=pytest.mark.slow)]
 )
 def test_first_token_law_and_its_control(num_steps):
     counts, p, q = first_windows(num_steps)

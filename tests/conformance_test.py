@@ -128,6 +128,7 @@ def test_drafters(name, gate):
     )
 
 
+@pytest.mark.slow
 def test_layer_skip_on_a_llama():
     config = models.LlamaConfig(
         vocab_size=64,

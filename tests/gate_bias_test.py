@@ -40,6 +40,7 @@ def check_bias(part, is_control_biased):
     assert (max(part["predicted"]) > 0.01) == is_control_biased
 
 
+@pytest.mark.slow
 def test_prediction_and_enumeration_agree_and_the_control_is_biased(finished):
     _, report, _ = finished
     parts = report["parts"]
@@ -56,6 +57,7 @@ def test_prediction_and_enumeration_agree_and_the_control_is_biased(finished):
         assert values[-1] == pytest.approx(0.0625, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_report(finished):
     out, report, result = finished
     assert sorted(path.name for path in out.iterdir()) == [

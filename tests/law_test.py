@@ -453,12 +453,14 @@ def unaccounted(drafter):
         ),
     ],
 )
+@pytest.mark.slow
 def test_sampled_joint_law(gate, verifier):
     p_value = sampled_p_value(decoder_for(3, 2, gate=gate, verifier=verifier))
     print(f"\nsampled: p-value {p_value:.3g}")
     assert p_value > FALSE_ALARM_RATE
 
 
+@pytest.mark.slow
 def test_sampled_joint_law_sees_the_biased_gate():
     p_value = sampled_p_value(decoder_for(3, 2, control=unaccounted))
     print(f"\nsampled, unaccounted: p-value {p_value:.3g}")

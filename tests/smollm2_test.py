@@ -114,6 +114,7 @@ def test_first_logits_agree_with_transformers(model):
     assert difference < 1e-3
 
 
+@pytest.mark.slow
 def test_greedy_continuation(model):
     config, params, tokenizer = model
     target = targets.singleton(config, max_length=MAX_LENGTH)

@@ -120,7 +120,7 @@ def first_row_cases(thresholds=(0.5,), gate_names=GATE_NAMES):
 
 # (L, verifier, draft rule): K is 2 + L. Exact match does not look at measures.
 RULES = [
-    (0, "token", "sample"),
+    pytest.param(0, "token", "sample", marks=pytest.mark.slow),
     (2, "token", "sample"),
     pytest.param(1, "exact_match", "argmax", marks=pytest.mark.slow),
     pytest.param(2, "exact_match", "sample", marks=pytest.mark.slow),

@@ -55,7 +55,9 @@ def saved(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("verifier", ["token", "exact_match"])
+@pytest.mark.parametrize(
+    "verifier", ["token", pytest.param("exact_match", marks=pytest.mark.slow)]
+)
 def test_every_decision_of_512_tokens_is_reconstructed(verifier):
     tokens, trace = bundled_trace(verifier)
     result = diagnostics.replay(trace)

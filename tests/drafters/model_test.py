@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moe_weights import quick_compilation
 
 import strata_jax as strata
 from strata_jax import Params, RowKind
@@ -159,7 +158,7 @@ _CONFIG = LlamaConfig(
 )
 
 
-@quick_compilation()
+@pytest.mark.slow
 def test_layer_skip_drafts_with_the_selected_layers_of_the_target():
     params = random_params(_CONFIG, jax.random.key(0))
     skip = strata.drafters.layer_skip(
