@@ -112,7 +112,7 @@ COVERING = {
 
 @pytest.mark.parametrize(
     "name",
-    # The first has both drafters' rows, all tiers and all formats; pairs need all three.
+    # The first has both drafters' rows, all tiers, all formats; pairs need the others.
     [
         pytest.param(name, marks=[] if name == "picked" else [pytest.mark.slow])
         for name in COVERING

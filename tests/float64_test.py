@@ -14,8 +14,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# All measures of one row, V = 2 and 3; every gate and kind of row at K = 1, for the token
-# verifier, with joint laws and borders; one control.
+# All measures of one row, V = 2 and 3; every gate and kind of row at K = 1, for the
+# token verifier, with joint laws and borders; one control.
 IN_FLOAT64 = (
     "(measure_instances and not 4) or 2-1-token or 3-1-token "
     "or precision or unaccounted_gate or markov_law or compare_laws"
