@@ -27,6 +27,18 @@ FOLDED = [
     for name in ("float32", "q4_1", "q8_0", "trellis2_mul1")
 ]
 LAYOUTS = UNFOLDED + FOLDED
+# One of each kind: a trellis of every size and code, and of both folded kinds one.
+FEW_LAYOUTS = [
+    experts.uniform_layout(name)
+    for name in ("float32", "bfloat16", "q8_0", "q4_0", "q4_1")
+]
+FEW_LAYOUTS += [
+    experts.uniform_layout(name)
+    for name in ("trellis2_mul1", "trellis3_mcg", "trellis4_3inst")
+]
+FEW_LAYOUTS += [
+    experts.uniform_layout(name, is_folded=True) for name in ("q8_0", "trellis2_mul1")
+]
 
 
 @functools.cache

@@ -24,15 +24,21 @@ from strata_jax import (
 )
 from strata_jax.audit import negative_controls
 
-NUM_TOKENS = 256
+NUM_TOKENS = 128
 SEED = 3
 
 
-@pytest.fixture(scope="module")
-def mixed():
-    """Every format in some layer, folded and not."""
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(checks.FEW_LAYOUTS, id="few"),
+        pytest.param(checks.LAYOUTS, id="all", marks=pytest.mark.slow),
+    ],
+)
+def mixed(request):
+    """Every kind of format, or every format, in some layer, folded and not."""
     _, params = checks.loaded()
-    return checks.with_layouts(params, checks.LAYOUTS)
+    return checks.with_layouts(params, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +92,7 @@ def test_it_writes_text_with_its_draft_head():
     assert summary.tokens_per_window > 1.2
 
 
-@pytest.mark.parametrize("max_width", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path, max_width):
+def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path):
     config, _ = checks.loaded()
     tokens, _ = plain
     params = checks.placed(mixed, ("host", "cold", "resident", "host"), tmp_path)
@@ -95,14 +100,14 @@ def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path, max_width
         config, max_length=checks.MAX_LENGTH, num_cached_experts=3
     )
     counts = testing.check_target(
-        target, params, tokens, max_width=max_width, poison=testing.poison_cache
+        target, params, tokens, max_width=8, poison=testing.poison_cache
     )
     print("\nrows bitwise equal to the one-token program:", counts)
-    assert counts["widths"] == max_width * NUM_TOKENS
+    assert counts["widths"] == 8 * NUM_TOKENS
 
 
-# Pairs of gate and tier, of gate and drafter, of format and tier (each layer holds 4 or
-# 5 of the 18 layouts, and sees every tier): every pair is in some run.
+# Pairs of gate and tier, of gate and drafter, of format and tier (each layer holds a
+# part of the layouts, and sees every tier): every pair is in some run.
 COVERING = {
     "picked": ("picked", "suffix_root", ("resident", "host", "cold", "cold"), 3),
     "top": ("top", "mtp", ("cold", "resident", "host", "resident"), 0),

@@ -30,7 +30,7 @@ def model():
     return config, params, checkpoints.load_gguf_tokenizer(path)
 
 
-@pytest.fixture(scope="module", params=[24, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[16, pytest.param(64, marks=pytest.mark.slow)])
 def singleton_rows(request, model):
     """Logits of the separately compiled one-token program, [n, V]."""
     config, params, tokenizer = model
