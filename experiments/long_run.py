@@ -88,7 +88,8 @@ class _Sizes:
         self.num_prompts = 4 if is_smoke else 1_000
         self.prompts_in_piece = 2 if is_smoke else 100
         self.prompt_tokens = 16 if is_smoke else 64
-        self.num_law_prompts = 1 if is_smoke else len(LAW_PROMPTS)
+        # On one layer the gate drops part of q behind the third only.
+        self.law_prompts = (2,) if is_smoke else tuple(range(len(LAW_PROMPTS)))
         self.num_seeds = 500 if is_smoke else 20_000
         # Of the seeds, how many run the model itself too.
         self.num_checked = 20 if is_smoke else 500
@@ -231,7 +232,8 @@ def _run_prompts(sizes: _Sizes, results: Results, advance: Any) -> None:
 def _run_law(sizes: _Sizes, results: Results, advance: Any) -> None:
     prompts = [_model().tokenizer.encode(text) for text in LAW_PROMPTS]
     systems = _systems(sizes.context_length(max(map(len, prompts)) + 8))
-    for index, prompt in enumerate(prompts[: sizes.num_law_prompts]):
+    for index in sizes.law_prompts:
+        prompt = prompts[index]
         waiting = [mode for mode in MODES if law_part(index, mode) not in results.parts]
         if not waiting:
             continue
@@ -283,7 +285,7 @@ _RUNNERS = {"law": _run_law, "one_run": _run_long, "prompts": _run_prompts}
 
 def _num_pieces(name: str, sizes: _Sizes) -> int:
     return {
-        "law": sizes.num_law_prompts * len(MODES),
+        "law": len(sizes.law_prompts) * len(MODES),
         "one_run": sizes.num_tokens // sizes.piece,
         "prompts": sizes.num_prompts // sizes.prompts_in_piece * len(MODES),
     }[name]
