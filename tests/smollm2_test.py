@@ -61,6 +61,18 @@ def window_rows(target, params, text, width, max_width=8):
     return np.concatenate(rows)
 
 
+def test_every_row_on_packed_weights_is_the_singletons():
+    config, params = checkpoints.load_gguf_tiled(checkpoints.find_smollm2())
+    tokenizer = checkpoints.load_gguf_tokenizer(checkpoints.find_smollm2())
+    text = np.asarray(tokenizer.encode(TEXT)[:24], np.int32)
+    target = targets.singleton(config, max_length=MAX_LENGTH)
+    counts = testing.check_target(target, params, text, poison=testing.poison_cache)
+    print("\nrows bitwise equal to the one-token program:", counts)
+    assert counts["widths"] == 8 * len(text)
+    assert counts["rejections"] == 3 * len(text)
+
+
+@pytest.mark.slow
 def test_every_row_is_the_singletons(model, singleton_rows):
     config, params, _ = model
     text, _ = singleton_rows
@@ -96,8 +108,11 @@ def test_batched_control_differs_on_most_rows(model, singleton_rows):
         )
 
 
-def test_first_logits_agree_with_transformers(model):
+@pytest.mark.parametrize("weights", ["packed", "float32"])
+def test_first_logits_agree_with_transformers(model, weights):
     config, params, tokenizer = model
+    if weights == "packed":
+        _, params = checkpoints.load_gguf_tiled(checkpoints.find_smollm2())
     golden = np.load(GOLDEN)
     prompt = golden["prompt_ids"].astype(np.int32)
     assert tokenizer.encode("The capital of France is") == prompt.tolist()

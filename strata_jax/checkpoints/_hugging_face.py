@@ -38,6 +38,7 @@ from strata_jax.models import (
     LlamaConfig,
     LlamaParams,
     MoeConfig,
+    MoeLayer,
     MoeParams,
     check_moe_params,
     check_params,
@@ -219,6 +220,8 @@ def _check_published(config: MoeConfig, params: MoeParams) -> None:
     faults = []
     layers = [(f"layers[{index}]", layer) for index, layer in enumerate(params.layers)]
     if (mtp := params.mtp) is not None:
+        if not isinstance(mtp.layer, MoeLayer):
+            raise ValueError("params.mtp has a dense layer: save the model without it")
         layers.append(("mtp.layer", mtp.layer))
         if mtp.config != config:
             faults.append("mtp.config is not the model's")

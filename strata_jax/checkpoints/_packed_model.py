@@ -23,7 +23,13 @@ from strata_jax.checkpoints._safetensors import (
     save_safetensors,
 )
 from strata_jax.experts import ExpertLayout, PackedExperts, PackedShape, find_format
-from strata_jax.models import MoeConfig, MoeParams, check_moe_params, random_moe_params
+from strata_jax.models import (
+    MoeConfig,
+    MoeLayer,
+    MoeParams,
+    check_moe_params,
+    random_moe_params,
+)
 
 _FORMAT = "strata_jax packed model 1"
 
@@ -161,6 +167,8 @@ def _banks(params: MoeParams) -> dict[str, PackedExperts]:
         f"layers.{index}": layer.experts for index, layer in enumerate(params.layers)
     }
     if params.mtp is not None:
+        if not isinstance(params.mtp.layer, MoeLayer):
+            raise ValueError("params.mtp has a dense layer: save the model without it")
         banks["mtp.layer"] = params.mtp.layer.experts
     for name, bank in banks.items():
         if not isinstance(bank, PackedExperts):

@@ -22,7 +22,10 @@ from strata_jax._types import (
 )
 from strata_jax.models import (
     MtpCache,
+    TiledLlamaCache,
+    TiledMtpParams,
     check_mtp_params,
+    check_tiled_mtp_params,
     draft_logits,
     empty_mtp_cache,
     run_cell,
@@ -34,7 +37,7 @@ from strata_jax.models import (
 class MtpDrafterState:
     """The head's cache, and what the last committed cell gave."""
 
-    cache: MtpCache
+    cache: MtpCache | TiledLlamaCache
     hidden: jax.Array  # [D], output of the last committed cell
     num_cells: jax.Array  # [] int32, committed cells; 0: nothing to draft from
 
@@ -69,7 +72,10 @@ def mtp(*, num_draft_tokens: int) -> Drafter:
 
     def init(params: Any, context: Context, features: Any) -> MtpDrafterState:
         head = with_shared_tables(params)
-        check_mtp_params(head)
+        if isinstance(head, TiledMtpParams):
+            check_tiled_mtp_params(head)
+        else:
+            check_mtp_params(head)
         width = head.config.hidden_size
         if getattr(features, "ndim", None) != 2 or features.shape[1] != width:
             raise ValueError(
@@ -94,7 +100,7 @@ def mtp(*, num_draft_tokens: int) -> Drafter:
         """Runs the cells `state.num_cells` .. `stop - 1`, whose features these are."""
         first = state.num_cells
 
-        def cell(index: jax.Array, carry: tuple[MtpCache, jax.Array]) -> Any:
+        def cell(index: jax.Array, carry: tuple[Any, jax.Array]) -> Any:
             cache, _ = carry
             hidden, cache, _ = run_cell(
                 head, cache, features[index - first], context.tokens[index + 1], index
@@ -110,10 +116,10 @@ def mtp(*, num_draft_tokens: int) -> Drafter:
         head = with_shared_tables(params)
 
         def row(
-            carry: tuple[MtpCache, jax.Array], step: DraftStep
-        ) -> tuple[tuple[MtpCache, jax.Array], DraftRow]:
+            carry: tuple[Any, jax.Array], step: DraftStep
+        ) -> tuple[tuple[Any, jax.Array], DraftRow]:
             # Row 0 has its cell already; later ones run one for the draft before.
-            def cell(index: jax.Array, carry: tuple[MtpCache, jax.Array]) -> Any:
+            def cell(index: jax.Array, carry: tuple[Any, jax.Array]) -> Any:
                 cache, hidden = carry
                 place = state.num_cells - 1 + index
                 hidden, cache, _ = run_cell(

@@ -19,6 +19,10 @@ from strata_jax.models._llama_params import LlamaLayer as LlamaLayer
 from strata_jax.models._llama_params import LlamaParams as LlamaParams
 from strata_jax.models._llama_params import check_params as check_params
 from strata_jax.models._llama_params import random_params as random_params
+from strata_jax.models._llama_tiled import TiledLlamaParams as TiledLlamaParams
+from strata_jax.models._llama_tiled import check_tiled_params as check_tiled_params
+from strata_jax.models._llama_tiled import score_tiled_rows as score_tiled_rows
+from strata_jax.models._llama_tiled import tile_params as tile_params
 from strata_jax.models._moe import MoeCache as MoeCache
 from strata_jax.models._moe import adapt_experts as adapt_experts
 from strata_jax.models._moe import commit_experts as commit_experts
@@ -36,9 +40,23 @@ from strata_jax.models._moe_params import SharedExpert as SharedExpert
 from strata_jax.models._moe_params import check_moe_params as check_moe_params
 from strata_jax.models._moe_params import check_mtp_params as check_mtp_params
 from strata_jax.models._moe_params import random_moe_params as random_moe_params
+from strata_jax.models._moe_params import random_mtp_params as random_mtp_params
 from strata_jax.models._moe_params import with_draft_vocabulary as with_draft_vocabulary
 from strata_jax.models._mtp import MtpCache as MtpCache
 from strata_jax.models._mtp import draft_logits as draft_logits
 from strata_jax.models._mtp import empty_mtp_cache as empty_mtp_cache
 from strata_jax.models._mtp import run_cell as run_cell
 from strata_jax.models._mtp import with_shared_tables as with_shared_tables
+from strata_jax.models._mtp_tiled import TiledMtpParams as TiledMtpParams
+from strata_jax.models._mtp_tiled import (
+    check_tiled_mtp_params as check_tiled_mtp_params,
+)
+from strata_jax.models._mtp_tiled import draft_from as draft_from
+from strata_jax.models._mtp_tiled import tile_mtp as tile_mtp
+from strata_jax.models._tiled_layer import TiledLlamaCache as TiledLlamaCache
+from strata_jax.models._tiled_layer import empty_tiled_cache as empty_tiled_cache
+from strata_jax.models._tiles import Tiles as Tiles
+from strata_jax.models._tiles import cut_packed_tiles as cut_packed_tiles
+from strata_jax.models._tiles import cut_tiles as cut_tiles
+from strata_jax.models._tiles import quantize as quantize
+from strata_jax.models._tiles import read_matrix as read_matrix

@@ -17,6 +17,7 @@ from strata_jax.experts import (
     unpack_experts,
     write_expert_file,
 )
+from strata_jax.models._llama_params import LlamaLayer
 from strata_jax.models._moe_params import MoeParams
 
 
@@ -167,5 +168,7 @@ def _replace_draft_experts(
     if params.mtp is None:
         return params
     layer = params.mtp.layer
+    if isinstance(layer, LlamaLayer):
+        return params
     layer = dataclasses.replace(layer, experts=change(layer.experts))
     return dataclasses.replace(params, mtp=dataclasses.replace(params.mtp, layer=layer))

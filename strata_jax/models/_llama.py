@@ -75,11 +75,17 @@ def select_layers(
       The same kind of object; weights are shared, not copied.
 
     Raises:
-      ValueError: if `layers` is empty, not increasing or out of range.
+      ValueError: if `layers` is empty, not increasing or out of range; or of weights
+        in another form.
 
     Exactness: a shorter model; what it drafts is verified like any draft.
     """
     is_config = isinstance(config_or_params, LlamaConfig)
+    if not is_config and not isinstance(config_or_params, LlamaParams):
+        raise ValueError(
+            "layers are selected of models.LlamaParams, such as checkpoints.load_gguf "
+            f"gives; got {type(config_or_params).__name__}"
+        )
     num_layers = (
         config_or_params.num_layers if is_config else len(config_or_params.layers)
     )
@@ -129,7 +135,7 @@ def score_rows(
     hidden = params.embedding[tokens]
     keys, values = list(cache.keys), list(cache.values)
     for index, layer in enumerate(params.layers):
-        hidden, keys[index], values[index] = _layer(
+        hidden, keys[index], values[index] = layer_rows(
             config, layer, hidden, keys[index], values[index], position, num_rows
         )
     table = params.embedding if params.head is None else params.head
@@ -140,7 +146,7 @@ def score_rows(
     return logits, hidden, LlamaCache(keys=tuple(keys), values=tuple(values))
 
 
-def _layer(
+def layer_rows(
     config: LlamaConfig,
     layer: LlamaLayer,
     hidden: jax.Array,
@@ -149,6 +155,11 @@ def _layer(
     position: jax.Array,
     num_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Runs one layer on the rows of a window: states `[T, D]`, keys and values.
+
+    Exactness: a row is a function of one token; never `vmap` it.
+    """
+
     def finish(row: jax.Array, hidden: jax.Array) -> jax.Array:
         mixed = attend(config, queries[row], keys, values, position + row)
         state = hidden[row] + mixed @ layer.output

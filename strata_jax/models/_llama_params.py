@@ -114,6 +114,19 @@ def check_params(config: LlamaConfig, params: LlamaParams) -> None:
         _checks.check_shape(f"params{jax.tree_util.keystr(path)}", array, shape.shape)
 
 
+def check_llama_layer(name: str, layer: object, expected: LlamaLayer) -> None:
+    """Raises ValueError unless a layer's arrays have the shapes of another's."""
+    if not isinstance(layer, LlamaLayer):
+        raise ValueError(
+            f"{name} must be models.LlamaLayer, got {type(layer).__name__}"
+        )
+    for field in dataclasses.fields(LlamaLayer):
+        wanted = getattr(expected, field.name)
+        if wanted is not None:
+            found = getattr(layer, field.name)
+            _checks.check_shape(f"{name}.{field.name}", found, wanted.shape)
+
+
 def random_params(
     config: LlamaConfig, rng_key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> LlamaParams:

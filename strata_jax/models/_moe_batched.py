@@ -8,14 +8,22 @@ arithmetic computes, in another order of rounding.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from strata_jax.experts import ExpertWeights, run_jobs
-from strata_jax.models._attention import norm_heads, rms_norm, rotary_angles, rotate
+from strata_jax.models._attention import (
+    AttentionLayer,
+    AttentionShape,
+    norm_heads,
+    rms_norm,
+    rotary_angles,
+    rotate,
+)
 from strata_jax.models._attention_batched import attend_together
+from strata_jax.models._llama_params import LlamaLayer
 from strata_jax.models._moe import MoeCache
 from strata_jax.models._moe_params import (
     MoeConfig,
@@ -73,7 +81,7 @@ def moe_forward(config: MoeConfig, params: MoeParams, tokens: jax.Array) -> MoeO
 
 
 def mtp_forward(
-    params: MoeParams,
+    params: Any,
     mtp: MtpParams,
     hidden: jax.Array,
     tokens: jax.Array,
@@ -174,8 +182,8 @@ def batched_moe_rows(
 
 
 def _layer(
-    config: MoeConfig,
-    layer: MoeLayer,
+    config: Any,
+    layer: MoeLayer | LlamaLayer,
     hidden: jax.Array,
     positions: jax.Array,
     earlier: list[_Attended],
@@ -183,14 +191,17 @@ def _layer(
     mixed, attended = _attention(config, layer, hidden, positions, earlier)
     hidden = hidden + mixed @ layer.output
     normed = rms_norm(hidden, layer.feed_forward_norm, config.norm_epsilon)
+    if isinstance(layer, LlamaLayer):
+        fed = (jax.nn.silu(normed @ layer.gate) * (normed @ layer.up)) @ layer.down
+        return hidden + fed, attended, jnp.zeros((), hidden.dtype)
     width = hidden.shape[-1]
     fed, balance = _experts(config, layer, normed.reshape(-1, width))
     return hidden + fed.reshape(hidden.shape), attended, balance
 
 
 def _attention(
-    config: MoeConfig,
-    layer: MoeLayer,
+    config: AttentionShape,
+    layer: AttentionLayer,
     hidden: jax.Array,
     positions: jax.Array,
     earlier: list[_Attended],

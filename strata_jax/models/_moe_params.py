@@ -14,6 +14,12 @@ import numpy as np
 from strata_jax import _checks
 from strata_jax.experts import ExpertWeights
 from strata_jax.models._family_checks import check_config, check_form
+from strata_jax.models._llama_params import (
+    LlamaConfig,
+    LlamaLayer,
+    check_llama_layer,
+    random_params,
+)
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _OFFSETS = "; of a file's offsets d2t give i + d2t[i]"
@@ -114,11 +120,13 @@ class MtpParams:
     place of the target's.
     """
 
-    config: MoeConfig = flax.struct.field(pytree_node=False)  # of its layer
+    config: MoeConfig | LlamaConfig = flax.struct.field(
+        pytree_node=False
+    )  # its layer's
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
     projection: jax.Array  # [2 D, D], rows: embedding, then hidden
-    layer: MoeLayer
+    layer: MoeLayer | LlamaLayer
     final_norm: jax.Array  # [D]
     embedding: jax.Array | None = None  # [V, D]; None: the target's
     head: jax.Array | None = None  # [V, D], or [n, D] with draft_tokens; None: shared
@@ -261,13 +269,21 @@ def check_mtp_params(mtp: MtpParams, name: str = "mtp") -> None:
     Exactness: not concerned.
     """
     config = mtp.config
-    expected = jax.eval_shape(lambda: random_moe_params(config, jax.random.key(0))).mtp
-    assert expected is not None
+    expected = jax.eval_shape(lambda: _random_mtp(config))
     for field in ("embedding_norm", "hidden_norm", "projection", "final_norm"):
         _checks.check_shape(
             f"{name}.{field}", getattr(mtp, field), getattr(expected, field).shape
         )
-    _check_layer(f"{name}.layer", mtp.layer, expected.layer)
+    found, wanted = mtp.layer, expected.layer
+    if isinstance(wanted, LlamaLayer):
+        check_llama_layer(f"{name}.layer", found, wanted)
+    elif isinstance(found, LlamaLayer):
+        raise ValueError(
+            f"{name}.layer is a models.LlamaLayer, {name}.config a models.MoeConfig: a "
+            "dense layer needs a LlamaConfig"
+        )
+    else:
+        _check_layer(f"{name}.layer", found, wanted)
     table = (config.vocab_size, config.hidden_size)
     if mtp.embedding is not None:
         _checks.check_shape(f"{name}.embedding", mtp.embedding, table)
@@ -281,6 +297,50 @@ def check_mtp_params(mtp: MtpParams, name: str = "mtp") -> None:
         table = (mtp.draft_tokens.shape[0], config.hidden_size)
     if mtp.head is not None:
         _checks.check_shape(f"{name}.head", mtp.head, table)
+
+
+def random_mtp_params(
+    config: LlamaConfig, rng_key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32
+) -> MtpParams:
+    """Returns a draft head with one dense layer, to train for a llama.
+
+    Args:
+      config: of the head's layer; its sizes of vocabulary and hidden states are the
+        target's.
+      rng_key: the key is consumed.
+      dtype: of the weights.
+
+    Returns:
+      The head, without tables of its own. Its layer is random; the projection passes
+      the embedding and the hidden state through, each at half its size.
+
+    Exactness: not concerned.
+    """
+    hidden = config.hidden_size
+    shallow = dataclasses.replace(config, num_layers=1, tie_embeddings=True)
+    layer = random_params(shallow, rng_key, dtype).layers[0]
+    depth = 2**-0.5
+    layer = dataclasses.replace(
+        layer, output=layer.output * depth, down=layer.down * depth
+    )
+    same = jnp.eye(hidden, dtype=dtype) / 2
+    return MtpParams(
+        config=config,
+        embedding_norm=jnp.ones(hidden, dtype),
+        hidden_norm=jnp.ones(hidden, dtype),
+        projection=jnp.concatenate([same, same]),
+        layer=layer,
+        final_norm=jnp.ones(hidden, dtype),
+    )
+
+
+def _random_mtp(config: MoeConfig | LlamaConfig) -> MtpParams:
+    key = jax.random.key(0)
+    if isinstance(config, LlamaConfig):
+        return random_mtp_params(config, key)
+    mtp = random_moe_params(config, key).mtp
+    assert mtp is not None
+    return mtp
 
 
 def with_draft_vocabulary(params: MoeParams, draft_tokens: Sequence[int]) -> MoeParams:

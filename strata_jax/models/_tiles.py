@@ -1,0 +1,326 @@
+"""Products of a few rows with stored matrices, each row by itself, at streaming speed.
+
+A matrix is cut into tiles of 32 rows and 8 columns, so that one elementwise expression
+multiplies a tile with all rows of a window: a weight is read once for the window, and a
+row's numbers come from additions in a written order. XLA's own product picks another
+order for another number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from strata_jax import _checks
+
+# Part of the arithmetic, and of what XLA makes of it: 8 columns are one vector, 32 rows
+# as many factors as there are registers. Above 96 rows the expression is cut in two.
+TILE_ROWS = 32
+TILE_COLUMNS = 8
+# Chains of additions in a tile; one alone would wait for itself.
+_CHAINS = 4
+# Tiles above each other that are added in one step.
+_MOST_AT_ONCE = 9
+
+
+@flax.struct.dataclass
+class Tiles:
+    """Matrices `[K, N]` of one shape, one for each layer, cut into tiles.
+
+    C is K / 32 and B is N / 8, both rounded up. Entries are `values`, or with scales
+    `values * scale + offset`.
+    """
+
+    values: jax.Array  # [L, C, B, 32, 8] float32, bfloat16 or int8
+    scale: jax.Array | None  # [L, C, B, 8] float32, or None
+    offset: jax.Array | None  # [L, C, B, 8] float32, or None
+    num_rows: int = flax.struct.field(pytree_node=False)  # K
+    num_columns: int = flax.struct.field(pytree_node=False)  # N
+
+
+def cut_tiles(
+    matrices: Sequence[np.ndarray], dtype: jax.typing.DTypeLike = jnp.float32
+) -> Tiles:
+    """Cuts floating matrices of one shape into tiles, on the host.
+
+    Args:
+      matrices: `[K, N]` each, one for each layer.
+      dtype: of the stored entries; float32 is the fast one, since XLA converts others
+        in a pass of its own.
+
+    Returns:
+      The tiles.
+
+    Exactness: the same weights if `dtype` holds them.
+    """
+    num_rows, num_columns = matrices[0].shape
+    values = np.stack([_cut(np.asarray(matrix)) for matrix in matrices])
+    return Tiles(
+        values=jnp.asarray(values, dtype),
+        scale=None,
+        offset=None,
+        num_rows=num_rows,
+        num_columns=num_columns,
+    )
+
+
+def cut_packed_tiles(
+    values: Sequence[np.ndarray],
+    scale: Sequence[np.ndarray],
+    offset: Sequence[np.ndarray] | None = None,
+) -> Tiles:
+    """Cuts matrices of small integers with block scales into tiles, on the host.
+
+    They stay integers in memory: a product decodes them on the way.
+
+    Args:
+      values: `[K, N]` int8 each, one for each layer; K a multiple of 32.
+      scale: `[K / 32, N]` float each: entry (k, n) is `values[k, n] *
+        scale[k // 32, n]`.
+      offset: the same shape, added after scaling, or None.
+
+    Returns:
+      The tiles.
+
+    Raises:
+      ValueError: if K is not a multiple of 32.
+
+    Exactness: the same weights; a product scales sums of 32 entries, not each entry.
+    """
+    num_rows, num_columns = values[0].shape
+    if num_rows % TILE_ROWS:
+        raise ValueError(
+            f"values must have rows in multiples of {TILE_ROWS}, got {num_rows}: "
+            "decode the matrices, and use cut_tiles"
+        )
+
+    def by_block(blocks: Sequence[np.ndarray]) -> jax.Array:
+        padded = np.stack([_pad_columns(np.asarray(b, np.float32)) for b in blocks])
+        shape = (len(blocks), num_rows // TILE_ROWS, -1, TILE_COLUMNS)
+        return jnp.asarray(padded.reshape(shape))
+
+    return Tiles(
+        values=jnp.asarray(np.stack([_cut(np.asarray(value)) for value in values])),
+        scale=by_block(scale),
+        offset=None if offset is None else by_block(offset),
+        num_rows=num_rows,
+        num_columns=num_columns,
+    )
+
+
+def quantize(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds a matrix to GGUF's Q8_0, along its rows.
+
+    Args:
+      matrix: `[K, N]`, K a multiple of 32.
+
+    Returns:
+      int8 `[K, N]`, and float16 scales `[K / 32, N]`: the largest magnitude of 32 rows
+      becomes 127.
+
+    Exactness: lossy; what it gives is decoded without a rounding.
+    """
+    num_rows, num_columns = matrix.shape
+    blocks = np.asarray(matrix, np.float32).reshape(-1, TILE_ROWS, num_columns)
+    scale = (np.abs(blocks).max(axis=1) / np.float32(127)).astype(np.float16)
+    divisor = np.where(scale == 0, np.float32(1), scale.astype(np.float32))
+    values = np.clip(np.rint(blocks / divisor[:, None]), -127, 127)
+    return values.astype(np.int8).reshape(num_rows, num_columns), scale
+
+
+def check_tiles(name: str, tiles: Tiles, shape: tuple[int, int, int]) -> None:
+    """Raises ValueError unless tiles hold L matrices `[K, N]`."""
+    if not isinstance(tiles, Tiles):
+        raise ValueError(f"{name} must be models.Tiles, got {type(tiles).__name__}")
+    found = (tiles.values.shape[0], tiles.num_rows, tiles.num_columns)
+    if found != shape:
+        raise ValueError(f"{name} must hold matrices {shape}, got {found}")
+    chunks = -(-tiles.num_rows // TILE_ROWS)
+    blocks = -(-tiles.num_columns // TILE_COLUMNS)
+    cut = (shape[0], chunks, blocks, TILE_ROWS, TILE_COLUMNS)
+    _checks.check_shape(f"{name}.values", tiles.values, cut)
+    for field in ("scale", "offset"):
+        if (array := getattr(tiles, field)) is not None:
+            size = (shape[0], chunks, blocks, TILE_COLUMNS)
+            _checks.check_shape(f"{name}.{field}", array, size)
+
+
+def _cut(matrix: np.ndarray) -> np.ndarray:
+    """`[K, N]` to `[C, B, 32, 8]`, padded with zeros."""
+    rows = -matrix.shape[0] % TILE_ROWS
+    padded = _pad_columns(np.pad(matrix, ((0, rows), (0, 0))))
+    tiled = padded.reshape(padded.shape[0] // TILE_ROWS, TILE_ROWS, -1, TILE_COLUMNS)
+    return np.ascontiguousarray(np.swapaxes(tiled, 1, 2))
+
+
+def _pad_columns(matrix: np.ndarray) -> np.ndarray:
+    return np.pad(matrix, ((0, 0), (0, -matrix.shape[1] % TILE_COLUMNS)))
+
+
+@flax.struct.dataclass
+class TiledRows:
+    """Rows that are ready to be multiplied; they must come out of a loop.
+
+    XLA would otherwise compute them again for every column.
+    """
+
+    states: jax.Array  # [C, T, 32]
+    sums: jax.Array  # [C, T]
+
+
+def empty_rows(num_rows: int, size: int, dtype: jnp.dtype) -> TiledRows:
+    """Returns zeros for T rows `[K]`."""
+    chunks = -(-size // TILE_ROWS)
+    return TiledRows(
+        states=jnp.zeros((chunks, num_rows, TILE_ROWS), dtype),
+        sums=jnp.zeros((chunks, num_rows), dtype),
+    )
+
+
+def set_row(rows: TiledRows, row: jax.Array, state: jax.Array) -> TiledRows:
+    """Puts a state `[K]` into row `row`."""
+    padded = jnp.pad(state, (0, -state.shape[0] % TILE_ROWS))
+    chunks = padded.reshape(-1, TILE_ROWS)
+    sums = functools.reduce(jnp.add, [chunks[:, place] for place in range(TILE_ROWS)])
+    return TiledRows(
+        states=rows.states.at[:, row].set(chunks),
+        sums=rows.sums.at[:, row].set(sums),
+    )
+
+
+def one_row(state: jax.Array) -> jax.Array:
+    """Returns 1, [] int32, in a way that XLA cannot tell, so that a loop stays one."""
+    bits = lax.bitcast_convert_type(state.reshape(-1)[0], jnp.uint32)
+    counted = lax.population_count(bits | jnp.uint32(1)).astype(jnp.int32)
+    return jnp.minimum(counted, 1)
+
+
+def multiply(
+    rows: TiledRows,
+    tiles: Tiles,
+    layer: jax.Array,
+    first_block: jax.Array | None = None,
+    num_blocks: int | None = None,
+) -> jax.Array:
+    """Multiplies T rows with a layer's matrix, or with some of its column blocks.
+
+    Args:
+      rows: the rows.
+      tiles: the matrices.
+      layer: [] int32.
+      first_block: [] int32, of 8 columns each; None for all columns.
+      num_blocks: how many blocks, static.
+
+    Returns:
+      `[T, 8 * num_blocks]`, or `[T, N]` for all columns.
+
+    Exactness: a row is a function of that row, whatever T.
+    """
+    _, num_chunks, all_blocks, _, _ = tiles.values.shape
+    start = jnp.zeros((), jnp.int32) if first_block is None else first_block
+    width = all_blocks if num_blocks is None else num_blocks
+    dtype = rows.states.dtype
+
+    def weights(row: int) -> jax.Array:
+        place = (layer, 0, start, row, 0)
+        size = (1, num_chunks, width, 1, TILE_COLUMNS)
+        return lax.dynamic_slice(tiles.values, place, size)[0].astype(dtype)
+
+    def block(array: jax.Array) -> jax.Array:
+        place = (layer, 0, start, 0)
+        size = (1, num_chunks, width, TILE_COLUMNS)
+        return lax.dynamic_slice(array, place, size)[0, :, :, None]
+
+    products = [
+        rows.states[:, None, :, row, None] * weights(row) for row in range(TILE_ROWS)
+    ]
+    parts = chained_sum(products)  # [C, B, T, 8]
+    if tiles.scale is not None:
+        parts = parts * block(tiles.scale)
+    if tiles.offset is not None:
+        parts = parts + rows.sums[:, None, :, None] * block(tiles.offset)
+    total = jnp.swapaxes(_add_chunks(parts), 0, 1)
+    total = total.reshape(total.shape[0], -1)
+    return total[:, : tiles.num_columns] if num_blocks is None else total
+
+
+def chained_sum(terms: Sequence[jax.Array]) -> jax.Array:
+    """Adds arrays in four chains, term i to chain i mod 4, and then the chains."""
+    chains = list(terms[:_CHAINS])
+    for index, term in enumerate(terms[_CHAINS:]):
+        chains[index % _CHAINS] = chains[index % _CHAINS] + term
+    while len(chains) > 1:
+        chains = [a + b for a, b in zip(chains[::2], chains[1::2], strict=True)]
+    return chains[0]
+
+
+def _add_chunks(parts: jax.Array) -> jax.Array:
+    """Adds `[C, ...]` from the first to the last."""
+    num_chunks = parts.shape[0]
+    sizes = range(1, min(_MOST_AT_ONCE, max(num_chunks // 2, 1)) + 1)
+    size = max(size for size in sizes if num_chunks % size == 0)
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        for place in range(size):
+            index = step * size + place
+            total = total + lax.dynamic_index_in_dim(parts, index, keepdims=False)
+        return total
+
+    # A loop, so that XLA makes the parts before it adds them.
+    return lax.fori_loop(0, num_chunks // size, add, jnp.zeros_like(parts[0]))
+
+
+def take_column(tiles: Tiles, layer: int, column: jax.Array) -> jax.Array:
+    """Returns column `column` of a layer's matrix, `[K]`.
+
+    Exactness: the stored entry, with one rounding for its scale and one for its offset.
+    """
+    block, lane = column // TILE_COLUMNS, column % TILE_COLUMNS
+    values = tiles.values[layer, :, block, :, lane].reshape(-1)
+    if tiles.scale is not None:
+        scale = tiles.scale[layer, :, block, lane]
+        values = values.astype(scale.dtype) * jnp.repeat(scale, TILE_ROWS)
+    if tiles.offset is not None:
+        values = values + jnp.repeat(tiles.offset[layer, :, block, lane], TILE_ROWS)
+    return values[: tiles.num_rows]
+
+
+def read_matrix(tiles: Tiles) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the first matrix of some tiles as it is stored, on the host.
+
+    Args:
+      tiles: the tiles.
+
+    Returns:
+      `[K, N]`, and its scales `[K / 32, N]`, or None if it has none.
+
+    Exactness: nothing is computed.
+    """
+    values = np.asarray(tiles.values)[0]
+    matrix = np.swapaxes(values, 1, 2).reshape(-1, values.shape[1] * TILE_COLUMNS)
+    matrix = matrix[: tiles.num_rows, : tiles.num_columns]
+    if tiles.scale is None:
+        return matrix, None
+    scale = np.asarray(tiles.scale)[0].reshape(values.shape[0], -1)
+    return matrix, scale[:, : tiles.num_columns]
+
+
+def take_columns(tiles: Tiles, columns: np.ndarray) -> Tiles:
+    """Copies some columns of the first matrix into tiles of their own, on the host."""
+    block, lane = columns // TILE_COLUMNS, columns % TILE_COLUMNS
+    values = np.asarray(tiles.values)[0][:, block, :, lane]  # [n, C, 32]
+    matrix = values.reshape(len(columns), -1).T
+
+    def of_blocks(array: jax.Array | None) -> list[np.ndarray] | None:
+        return None if array is None else [np.asarray(array)[0][:, block, lane]]
+
+    scale = of_blocks(tiles.scale)
+    if scale is None:
+        return cut_tiles([matrix[: tiles.num_rows]], tiles.values.dtype)
+    return cut_packed_tiles([matrix], scale, of_blocks(tiles.offset))

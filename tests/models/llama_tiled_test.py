@@ -1,0 +1,113 @@
+"""The llama on tiled weights: the same model, and one token's bits at every width."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from strata_jax import models, targets, testing
+from strata_jax.models import _tiled_layer
+
+CONFIG = models.LlamaConfig(
+    vocab_size=300,
+    hidden_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=320,
+    max_position=256,
+    tie_embeddings=True,
+)
+TEXT = np.random.default_rng(5).integers(0, 300, 72).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return models.random_params(CONFIG, jax.random.key(3))
+
+
+@pytest.fixture(scope="module")
+def tiled(params):
+    return models.tile_params(CONFIG, params)
+
+
+def all_rows(params, text, max_length=256, width=1):
+    target = targets.singleton(CONFIG, max_length=max_length)
+    score = jax.jit(target.score)
+    state, rows = target.init(params), []
+    for start in range(0, len(text), width):
+        piece = np.zeros(width, np.int32)
+        part = text[start : start + width]
+        piece[: len(part)] = part
+        row, state = score(params, state, piece, jnp.int32(start), jnp.int32(len(part)))
+        rows.append(np.asarray(row.logits[: len(part)]))
+    return np.concatenate(rows)
+
+
+def test_rows_are_those_of_one_token_bit_for_bit(tiled):
+    target = targets.singleton(CONFIG, max_length=256, prefill_chunk=11)
+    counts = testing.check_target(target, tiled, TEXT, poison=testing.poison_cache)
+    assert counts["widths"] == 8 * len(TEXT)
+    assert counts["rejections"] == 3 * len(TEXT)
+
+
+def test_products_of_several_rows_fail_the_same_check(tiled, monkeypatch):
+    exact = _tiled_layer.multiply
+
+    def multiply(rows, tiles, layer):
+        # XLA's own product of a window's rows, where there are several.
+        if rows.states.shape[1] == 1:
+            return exact(rows, tiles, layer)
+        states = jnp.swapaxes(rows.states, 0, 1).reshape(rows.states.shape[1], -1)
+        cut = jnp.swapaxes(tiles.values[layer], 1, 2)
+        matrix = cut.reshape(states.shape[1], -1)
+        return (states @ matrix)[:, : tiles.num_columns]
+
+    monkeypatch.setattr(_tiled_layer, "multiply", multiply)
+    target = targets.singleton(CONFIG, max_length=256)
+    with pytest.raises(testing.ConformanceError, match="T1"):
+        testing.check_target(target, tiled, TEXT[:24])
+
+
+def test_it_is_the_model_that_it_was_made_of(params, tiled):
+    found, expected = all_rows(tiled, TEXT), all_rows(params, TEXT)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    # Another order of additions, hence other bits: never mix the two in one run.
+    assert (found != expected).any()
+
+
+def test_an_untied_head_is_used(params):
+    config = dataclasses.replace(CONFIG, tie_embeddings=False)
+    head = jax.random.normal(jax.random.key(9), params.embedding.shape) / 16
+    untied = dataclasses.replace(params, head=head)
+    target = targets.singleton(config, max_length=64)
+    score = jax.jit(target.score)
+    rows = []
+    for weights in (untied, models.tile_params(config, untied)):
+        state = target.init(weights)
+        row, _ = score(weights, state, TEXT[:1], jnp.int32(0), jnp.int32(1))
+        rows.append(np.asarray(row.logits))
+    np.testing.assert_allclose(rows[1], rows[0], rtol=0, atol=2e-4)
+
+
+def test_bits_do_not_depend_on_the_capacity_of_the_cache(tiled):
+    np.testing.assert_array_equal(
+        all_rows(tiled, TEXT, max_length=256), all_rows(tiled, TEXT, max_length=72)
+    )
+
+
+def test_weights_that_do_not_fit_are_refused(params, tiled):
+    other = dataclasses.replace(CONFIG, intermediate_size=256)
+    with pytest.raises(ValueError, match=r"params.gate_up must hold matrices"):
+        models.check_tiled_params(other, tiled)
+    with pytest.raises(ValueError, match=r"must be models\.TiledLlamaParams"):
+        models.check_tiled_params(CONFIG, params)
+    untied = dataclasses.replace(CONFIG, tie_embeddings=False)
+    with pytest.raises(ValueError, match=r"params\.embedding is None"):
+        models.check_tiled_params(untied, tiled)
+    target = targets.batched(CONFIG, max_length=64)
+    with pytest.raises(ValueError, match="tiled weights have no batched path"):
+        target.score(tiled, target.init(tiled), TEXT[:2], jnp.int32(0), jnp.int32(2))

@@ -1,0 +1,184 @@
+"""Draft heads on tiled weights: the same head, its file, and what it drafts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import strata_jax as strata
+from strata_jax import checkpoints, drafters, models, targets, testing
+
+CONFIG = models.LlamaConfig(
+    vocab_size=64,
+    hidden_size=256,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=320,
+    max_position=128,
+    tie_embeddings=True,
+)
+DRAFTED = np.array([0, 3, 4, 5, 9, 17, 40, 63], np.int32)
+MAX_LENGTH = 64
+PROMPT = [1, 2, 3, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def params():
+    params = models.random_params(CONFIG, jax.random.key(1))
+    # Peaked rows: the greedy text is then a short one, over and over.
+    return dataclasses.replace(params, embedding=params.embedding / 4)
+
+
+@pytest.fixture(scope="module")
+def head():
+    return models.random_mtp_params(CONFIG, jax.random.key(2))
+
+
+@pytest.fixture(scope="module")
+def tiled(params, head):
+    target = models.tile_params(CONFIG, params)
+    return dataclasses.replace(target, mtp=models.tile_mtp(head))
+
+
+def draft_rows(head, num_cells=70):
+    """Chained states and draft logits of some cells."""
+    source = np.random.default_rng(0)
+    states = source.standard_normal((num_cells, CONFIG.hidden_size))
+    tokens = source.integers(0, CONFIG.vocab_size, num_cells).astype(np.int32)
+
+    @jax.jit
+    def cell(head, cache, state, token, index):
+        state, cache, status = models.run_cell(head, cache, state, token, index)
+        return state, cache, status, models.draft_logits(head, state)
+
+    cache, rows = models.empty_mtp_cache(head, 128), []
+    for index in range(num_cells):
+        state = jnp.asarray(states[index], jnp.float32)
+        output, cache, status, logits = cell(
+            head, cache, state, tokens[index], jnp.int32(index)
+        )
+        assert status == 0
+        rows.append((np.asarray(output), np.asarray(logits)))
+    return (np.stack(leaf) for leaf in zip(*rows, strict=True))
+
+
+def test_it_is_the_head_that_it_was_made_of(params, head, tiled):
+    plain = dataclasses.replace(head, embedding=params.embedding, head=params.embedding)
+    outputs, logits = draft_rows(models.with_shared_tables(tiled))
+    wanted_outputs, wanted_logits = draft_rows(plain)
+    np.testing.assert_allclose(outputs, wanted_outputs, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(logits, wanted_logits, rtol=0, atol=1e-4)
+    assert np.abs(logits).max() > 0.1
+
+
+def test_training_runs_the_same_cells(params, head, tiled):
+    source = np.random.default_rng(4)
+    tokens = source.integers(0, CONFIG.vocab_size, (1, 20)).astype(np.int32)
+    hidden = source.standard_normal((1, 19, CONFIG.hidden_size)).astype(np.float32)
+    (together,), balance = models.mtp_forward(
+        params, head, jnp.asarray(hidden), jnp.asarray(tokens), 1
+    )
+    assert balance == 0
+    alone = models.with_shared_tables(tiled)
+    cache = models.empty_mtp_cache(alone, 128)
+    run = jax.jit(models.run_cell)
+    for cell in range(19):
+        state, cache, _ = run(
+            alone, cache, hidden[0, cell], tokens[0, cell + 1], jnp.int32(cell)
+        )
+        logits = models.draft_logits(alone, state)
+        np.testing.assert_allclose(logits, together[0, cell], rtol=0, atol=1e-4)
+
+
+def test_a_draft_vocabulary_takes_the_targets_rows(tiled):
+    whole = models.with_shared_tables(tiled)
+    part = models.draft_from(whole, tiled.head, DRAFTED)
+    state = jnp.asarray(np.random.default_rng(3).standard_normal(256), jnp.float32)
+    expected = np.full(CONFIG.vocab_size, -np.inf, np.float32)
+    expected[DRAFTED] = np.asarray(models.draft_logits(whole, state))[DRAFTED]
+    np.testing.assert_array_equal(models.draft_logits(part, state), expected)
+    models.check_tiled_mtp_params(part)
+
+
+def test_a_file_gives_back_the_head(tmp_path, head, tiled):
+    path = tmp_path / "head.safetensors"
+    mtp = models.tile_mtp(head, is_quantized=True)
+    mtp = models.draft_from(mtp, tiled.head, DRAFTED)
+    checkpoints.save_draft_head(path, mtp, metadata={"target": "test"})
+    loaded = checkpoints.load_draft_head(path, dataclasses.replace(tiled, mtp=None))
+    found, wanted = jax.tree.leaves(loaded.mtp), jax.tree.leaves(mtp)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    values, scale = models.read_matrix(mtp.down)
+    decoded = values * np.repeat(scale, 32, axis=0)
+    np.testing.assert_allclose(decoded, head.layer.down, rtol=0, atol=2e-3)
+    assert np.abs(values).max() == 127
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda mtp: dataclasses.replace(mtp, draft_tokens=None), "no draft vocab"),
+        (lambda mtp: mtp, r"mtp\.projection is not quantised"),
+    ],
+)
+def test_heads_that_cannot_be_saved_are_refused(tmp_path, head, tiled, change, message):
+    mtp = change(models.draft_from(models.tile_mtp(head), tiled.head, DRAFTED))
+    with pytest.raises(ValueError, match=message):
+        checkpoints.save_draft_head(tmp_path / "head.safetensors", mtp)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_head_of_another_target_is_refused(tmp_path, head, tiled):
+    path = tmp_path / "head.safetensors"
+    mtp = models.tile_mtp(head, is_quantized=True)
+    mtp = models.draft_from(mtp, tiled.head, DRAFTED)
+    checkpoints.save_draft_head(path, mtp)
+    wide = dataclasses.replace(CONFIG, vocab_size=80)
+    other = models.tile_params(wide, models.random_params(wide, jax.random.key(0)))
+    with pytest.raises(ValueError, match="does not fit this target"):
+        checkpoints.load_draft_head(path, other)
+    checkpoints.save_safetensors(path, {"a": np.zeros(1)})
+    with pytest.raises(ValueError, match="not a draft head"):
+        checkpoints.load_draft_head(path, tiled)
+
+
+@pytest.mark.parametrize("draft_tokens", [[1, 1], [64], []])
+def test_bad_draft_vocabularies_are_refused(tiled, draft_tokens):
+    with pytest.raises(ValueError, match="draft_tokens"):
+        models.draft_from(tiled.mtp, tiled.head, np.array(draft_tokens, np.int32))
+
+
+def make_target():
+    # In pieces of one token, which compile faster.
+    return targets.singleton(CONFIG, max_length=MAX_LENGTH, prefill_chunk=1)
+
+
+def test_the_default_mode_emits_the_tokens_of_plain_decoding(tiled):
+    target = make_target()
+    tokens = []
+    for drafter in (None, drafters.mtp(num_draft_tokens=3)):
+        decoder = strata.speculative_decoder(target, drafter)
+        state = decoder.init(tiled, PROMPT, seed=5, max_new_tokens=24)
+        state, verdicts = strata.decode(decoder, tiled, state, 24)
+        tokens.append(strata.output_tokens(state).tolist())
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 24
+    assert (np.asarray(verdicts.kind) == strata.RowKind.OFFERED).any()
+
+
+def test_the_drafter_conforms(tiled):
+    target = make_target()
+    accepted = testing.check_drafter(
+        drafters.mtp(num_draft_tokens=2),
+        target,
+        tiled,
+        PROMPT,
+        num_windows=4,
+        poison=testing.poison_cache,
+    )
+    assert len(accepted) == 4

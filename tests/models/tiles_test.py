@@ -1,0 +1,85 @@
+"""Products on tiles: the right values, and a row's bits whatever the other rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from strata_jax.models import cut_packed_tiles, cut_tiles
+from strata_jax.models._tiles import empty_rows, multiply, set_row, take_column
+
+WIDTHS = range(1, 9)
+LAYER = 1
+
+
+def make(kind, num_rows, num_columns):
+    """Tiles of two layers, and the matrix of the second in float64."""
+    source = np.random.default_rng(num_rows + num_columns)
+    shape = (num_rows, num_columns)
+    if kind == "float32":
+        matrices = [source.standard_normal(shape).astype(np.float32) for _ in range(2)]
+        return cut_tiles(matrices), matrices[LAYER].astype(np.float64)
+    low, high = (-127, 128) if kind == "q8_0" else (0, 16)
+    values = [source.integers(low, high, shape).astype(np.int8) for _ in range(2)]
+    blocks = (num_rows // 32, num_columns)
+    scale = [source.uniform(0.01, 0.02, blocks).astype(np.float32) for _ in range(2)]
+    offset = None
+    if kind == "q4_1":
+        offset = [source.uniform(-0.2, 0, blocks).astype(np.float32) for _ in range(2)]
+    matrix = values[LAYER] * np.repeat(scale[LAYER].astype(np.float64), 32, axis=0)
+    if offset is not None:
+        matrix = matrix + np.repeat(offset[LAYER].astype(np.float64), 32, axis=0)
+    return cut_packed_tiles(values, scale, offset), matrix
+
+
+@jax.jit
+def product(states, tiles):
+    def ready(row, rows):
+        return set_row(rows, row, states[row])
+
+    rows = empty_rows(*states.shape, jnp.dtype(jnp.float32))
+    rows = jax.lax.fori_loop(0, states.shape[0], ready, rows)
+    return multiply(rows, tiles, jnp.int32(LAYER))
+
+
+CASES = [
+    ("float32", 576, 1536),
+    ("float32", 300, 250),
+    ("q8_0", 256, 960),
+    ("q4_1", 1536, 576),
+]
+
+
+@pytest.mark.parametrize(("kind", "num_rows", "num_columns"), CASES)
+def test_a_row_has_its_bits_at_every_width(kind, num_rows, num_columns):
+    tiles, matrix = make(kind, num_rows, num_columns)
+    source = np.random.default_rng(0)
+    states = source.standard_normal((8, num_rows)).astype(np.float32)
+    alone = np.concatenate([product(states[i : i + 1], tiles) for i in range(8)])
+    size = np.abs(states.astype(np.float64)) @ np.abs(matrix)
+    assert (np.abs(alone - states @ matrix) <= 1e-5 * size).all()
+    for width in WIDTHS:
+        np.testing.assert_array_equal(product(states[:width], tiles), alone[:width])
+
+
+def test_xlas_own_product_fails_the_same_check():
+    _, matrix = make("float32", 576, 1536)
+    states = np.random.default_rng(0).standard_normal((8, 576)).astype(np.float32)
+    together = jax.jit(jnp.matmul)(states, matrix.astype(np.float32))
+    alone = jax.jit(jnp.matmul)(states[:1], matrix.astype(np.float32))
+    assert (np.asarray(together[0]) != np.asarray(alone[0])).mean() > 0.1
+
+
+@pytest.mark.parametrize(("kind", "num_rows", "num_columns"), CASES)
+def test_a_column_is_the_stored_one(kind, num_rows, num_columns):
+    tiles, matrix = make(kind, num_rows, num_columns)
+    for column in (0, 17, num_columns - 1):
+        found = jax.jit(take_column, static_argnums=1)(tiles, LAYER, jnp.int32(column))
+        assert found.shape == (num_rows,)
+        np.testing.assert_allclose(found, matrix[:, column], rtol=1e-6, atol=1e-7)
+
+
+def test_packed_rows_that_fill_no_tile_are_refused():
+    values = [np.zeros((40, 16), np.int8)]
+    with pytest.raises(ValueError, match="multiples of 32, got 40: decode"):
+        cut_packed_tiles(values, [np.zeros((2, 16), np.float32)])
