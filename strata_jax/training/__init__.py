@@ -11,4 +11,8 @@ from strata_jax.training._loop import adamw as adamw
 from strata_jax.training._loop import evaluate as evaluate
 from strata_jax.training._loop import train as train
 from strata_jax.training._loop import trainer as trainer
+from strata_jax.training._objective import OBJECTIVES as OBJECTIVES
+from strata_jax.training._objective import DraftTables as DraftTables
+from strata_jax.training._objective import TargetStates as TargetStates
+from strata_jax.training._objective import distillation_loss as distillation_loss
 from strata_jax.training._objective import joint_loss as joint_loss

@@ -1,12 +1,23 @@
-"""The joint objective: the next token, and the drafts after it."""
+"""What is minimised: next token and drafts together, or drafts of a fixed target."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from strata_jax.models import MoeConfig, MoeParams, moe_forward, mtp_forward
+from strata_jax.models import (
+    MoeConfig,
+    MoeParams,
+    MtpParams,
+    moe_forward,
+    mtp_forward,
+)
+from strata_jax.models._attention import rms_norm
 
 
 def joint_loss(
@@ -81,3 +92,89 @@ def joint_loss(
             metrics[f"overlap_{step + 1}"] = jnp.mean(jnp.sum(overlap, axis=-1))
     metrics["balance"] = balance / num_balanced
     return loss + balance_weight * balance, metrics
+
+
+OBJECTIVES = ("overlap", "cross_entropy", "log_overlap")
+
+
+class TargetStates(NamedTuple):
+    """What a fixed target made of some texts."""
+
+    tokens: jax.Array | np.ndarray
+    """[B, L] int32."""
+    hidden: jax.Array | np.ndarray
+    """[B, L, D] float, after the last layer and before the final norm."""
+    log_normalizer: jax.Array | np.ndarray
+    """[B, L] float32, log of the sum of the exponentials of a row's logits."""
+
+
+@flax.struct.dataclass
+class DraftTables:
+    """The tables that a draft head shares with its target, and does not train."""
+
+    embedding: jax.Array  # [V, D], the target's
+    final_norm: jax.Array  # [D], the target's
+    head: jax.Array  # [n, D], rows of the target's head for the draft vocabulary
+
+
+def distillation_loss(
+    tables: DraftTables,
+    mtp: MtpParams,
+    states: TargetStates,
+    *,
+    objective: str = "overlap",
+    draft_weights: tuple[float, ...] = (1.0, 0.8, 0.6),
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the loss of a draft head towards a fixed target's own distributions.
+
+    Drafts are chained as they are when drafting: draft i runs on the head's own states
+    of the drafts before it, and is compared with the target behind the true tokens, as
+    after i - 1 accepted drafts.
+
+    Args:
+      tables: the target's.
+      mtp: the head, without tables of its own.
+      states: the target's texts.
+      objective: "overlap" is minus sum min(p, q), which is the acceptance itself;
+        "log_overlap" its logarithm; "cross_entropy" that of q under p.
+      draft_weights: weight of each draft's loss; as many drafts are chained.
+
+    Returns:
+      The loss, and by name `overlap_1`, ...: mean sum min(p, q) of each draft over the
+      whole vocabulary, at temperature 1.
+
+    Raises:
+      ValueError: if the objective is unknown, or texts are too short.
+
+    Exactness: not concerned; what is trained only changes the speed.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {OBJECTIVES}, got {objective!r}")
+    num_drafts = len(draft_weights)
+    if states.tokens.shape[1] < num_drafts + 2:
+        raise ValueError(
+            f"texts must have at least {num_drafts + 2} tokens, got "
+            f"{states.tokens.shape[1]}"
+        )
+    tokens = jnp.asarray(states.tokens)
+    hidden = jnp.asarray(states.hidden).astype(jnp.float32)
+    drafts, _ = mtp_forward(tables, mtp, hidden[:, :-1], tokens, num_drafts)
+    normed = rms_norm(hidden[:, 1:], tables.final_norm, mtp.config.norm_epsilon)
+    # Of the whole vocabulary's distribution; what cannot be drafted is left out.
+    normalizer = jnp.asarray(states.log_normalizer)[:, 1:, None]
+    target = jnp.exp(normed @ tables.head.T - normalizer)
+    loss = jnp.zeros((), jnp.float32)
+    metrics = {}
+    for step, (logits, weight) in enumerate(zip(drafts, draft_weights, strict=True)):
+        draft = jax.nn.log_softmax(logits[:, step:], axis=-1)
+        wanted = target[:, step:]
+        overlap = jnp.sum(jnp.minimum(jnp.exp(draft), wanted), axis=-1)
+        metrics[f"overlap_{step + 1}"] = jnp.mean(overlap)
+        if objective == "cross_entropy":
+            draft_loss = -jnp.sum(wanted * draft, axis=-1)
+        elif objective == "log_overlap":
+            draft_loss = -jnp.log(overlap)
+        else:
+            draft_loss = -overlap
+        loss = loss + weight * jnp.mean(draft_loss)
+    return loss, metrics
