@@ -25,8 +25,10 @@ from strata_jax.models._tiles import (
     set_row,
 )
 
-# Cache rows that one step of attention takes in; part of the arithmetic.
-_BLOCK = 64
+# Cache rows that one step of attention takes in, and that one sum takes in; both are
+# part of the arithmetic.
+_BLOCK = 128
+_PART = 64
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -49,13 +51,13 @@ class TiledLayers(Protocol):
 
 @flax.struct.dataclass
 class TiledLlamaCache:
-    """Keys and values of all layers; S is a multiple of 64.
+    """Keys and values of all layers; S is a multiple of 128.
 
     Rows from the current position on hold anything, NaN included.
     """
 
-    keys: jax.Array  # [L, num_kv_heads, head_dim, S]
-    values: jax.Array  # [L, num_kv_heads, S, head_dim]
+    keys: jax.Array  # [L, num_kv_heads, S / 64, head_dim, 64]
+    values: jax.Array  # [L, num_kv_heads, S / 64, 64, head_dim]
 
 
 class Group(NamedTuple):
@@ -83,10 +85,10 @@ def empty_tiled_cache(config: LlamaConfig, max_length: int) -> TiledLlamaCache:
     Exactness: a row's bits do not depend on the cache's capacity.
     """
     size = -(-max_length // _BLOCK) * _BLOCK
-    outer = (config.num_layers, config.num_kv_heads)
+    outer = (config.num_layers, config.num_kv_heads, size // _PART)
     return TiledLlamaCache(
-        keys=jnp.zeros((*outer, config.head_dim, size), FLOAT32),
-        values=jnp.zeros((*outer, size, config.head_dim), FLOAT32),
+        keys=jnp.zeros((*outer, config.head_dim, _PART), FLOAT32),
+        values=jnp.zeros((*outer, _PART, config.head_dim), FLOAT32),
     )
 
 
@@ -126,7 +128,7 @@ def empty_scores(config: LlamaConfig, cache: TiledLlamaCache) -> jax.Array:
     One for all layers and rows, since a new one would be filled each time.
     """
     groups = config.num_heads // config.num_kv_heads
-    shape = (config.num_kv_heads, groups, cache.keys.shape[-1])
+    shape = (config.num_kv_heads, groups, cache.keys.shape[2], _PART)
     return jnp.zeros(shape, FLOAT32)
 
 
@@ -143,50 +145,43 @@ def run_layer(
 
     Exactness: a row is a function of one token, whatever T; never `vmap` it.
     """
-    size, _ = hidden.shape
+    size = hidden.shape[0]
     queries, keys = config.num_heads, config.num_kv_heads
     position, count = group.position, group.count
 
     def of_layer(norms: jax.Array) -> jax.Array:
         return lax.dynamic_index_in_dim(norms, index, keepdims=False)
 
-    def norm(states: jax.Array, norms: jax.Array) -> TiledRows:
-        return norm_rows(states, of_layer(norms), config.norm_epsilon, count)
-
-    ready = norm(hidden, layers.attention_norm)
+    norm = of_layer(layers.attention_norm)
+    ready = norm_rows(hidden, norm, config.norm_epsilon, count)
     projected = multiply(ready, layers.query_key_value, index)
 
-    def project(row: jax.Array, carry: Any) -> Any:
-        heads, cache = carry
+    def attend(row: jax.Array, carry: Any) -> Any:
+        rows, cache, scores = carry
         parts = projected[row].reshape(queries + 2 * keys, config.head_dim)
         turned = rotate(parts[: queries + keys], group.cosine[row], group.sine[row])
         zero, place = jnp.int32(0), position + row
+        part, lane = place // _PART, place % _PART
         key, value = turned[queries:], parts[queries + keys :]
         cache = TiledLlamaCache(
             keys=lax.dynamic_update_slice(
-                cache.keys, key[None, :, :, None], (index, zero, zero, place)
+                cache.keys, key[None, :, None, :, None], (index, zero, part, zero, lane)
             ),
             values=lax.dynamic_update_slice(
-                cache.values, value[None, :, None], (index, zero, place, zero)
+                cache.values,
+                value[None, :, None, None],
+                (index, zero, part, lane, zero),
             ),
         )
-        return heads.at[row].set(turned[:queries]), cache
-
-    heads = jnp.zeros((size, queries, config.head_dim), FLOAT32)
-    heads, cache = lax.fori_loop(0, count, project, (heads, cache))
-
-    def attend(row: jax.Array, carry: Any) -> Any:
-        rows, scores = carry
-        mixed, scores = _attend(
-            config, heads[row], cache, index, position + row, scores
-        )
-        return set_row(rows, row, mixed), scores
+        query = turned[:queries]
+        mixed, scores = _attend(config, query, cache, index, place, scores)
+        return set_row(rows, row, mixed), cache, scores
 
     mixed = empty_rows(size, queries * config.head_dim, FLOAT32)
-    mixed, scores = lax.fori_loop(0, count, attend, (mixed, scores))
+    mixed, cache, scores = lax.fori_loop(0, count, attend, (mixed, cache, scores))
     hidden = _add(hidden, multiply(mixed, layers.output, index), count)
-
-    ready = norm(hidden, layers.feed_forward_norm)
+    norm = of_layer(layers.feed_forward_norm)
+    ready = norm_rows(hidden, norm, config.norm_epsilon, count)
     fed = multiply(ready, layers.gate_up, index)
     inner = config.intermediate_size
 
@@ -217,52 +212,59 @@ def _attend(
     """Attention of one token over the cache rows 0 .. position, `[heads * head_dim]`.
 
     Scores of all blocks first, then the weighted sum, so that no block's result is
-    scaled twice.
+    scaled twice. Each place in a block has sums of its own, joined at the end.
     """
     num_kv, width = config.num_kv_heads, config.head_dim
     groups = config.num_heads // num_kv
     query = query.reshape(num_kv, groups, width) * jnp.float32(width**-0.5)
-    zero = jnp.int32(0)
+    zero, parts = jnp.int32(0), _BLOCK // _PART
     num_blocks = position // _BLOCK + 1
+    shape = (num_kv, groups, parts, _PART)
+    first_places = _PART * jnp.arange(parts, dtype=jnp.int32)
+    places = first_places[:, None] + jnp.arange(_PART, dtype=jnp.int32)[None]
 
-    def is_visible(start: jax.Array) -> jax.Array:
-        return start + jnp.arange(_BLOCK, dtype=jnp.int32) <= position
+    def rows_of(array: jax.Array, block: jax.Array, row: int) -> jax.Array:
+        place = (layer, zero, block * parts, jnp.int32(row), zero)
+        size = (1, num_kv, parts, 1, array.shape[-1])
+        return lax.dynamic_slice(array, place, size)[0, :, None, :, 0]
 
     def score(index: jax.Array, carry: Any) -> Any:
         scores, largest = carry
-        start = index * _BLOCK
+        products = [
+            query[:, :, None, lane, None] * rows_of(cache.keys, index, lane)
+            for lane in range(width)
+        ]
+        is_visible = (index * _BLOCK + places <= position)[None, None]
+        block = jnp.where(is_visible, chained_sum(products), -jnp.inf)
+        place = (zero, zero, index * parts, zero)
+        scores = lax.dynamic_update_slice(scores, block, place)
+        return scores, jnp.maximum(largest, block)
 
-        def key(lane: int) -> jax.Array:
-            place = (layer, zero, jnp.int32(lane), start)
-            return lax.dynamic_slice(cache.keys, place, (1, num_kv, 1, _BLOCK))[0]
-
-        products = [query[:, :, lane, None] * key(lane) for lane in range(width)]
-        block = jnp.where(
-            is_visible(start)[None, None], chained_sum(products), -jnp.inf
-        )
-        scores = lax.dynamic_update_slice(scores, block, (zero, zero, start))
-        return scores, jnp.maximum(largest, jnp.max(block, axis=-1))
-
-    largest = jnp.full((num_kv, groups), -jnp.inf, jnp.float32)
+    largest = jnp.full(shape, -jnp.inf, FLOAT32)
     scores, largest = lax.fori_loop(0, num_blocks, score, (scores, largest))
+    largest = jnp.max(largest, axis=(2, 3), keepdims=True)
 
     def mix(index: jax.Array, carry: Any) -> Any:
         total, mixed = carry
-        start = index * _BLOCK
-        block = lax.dynamic_slice(scores, (zero, zero, start), (num_kv, groups, _BLOCK))
-        weights = jnp.exp(block - largest[..., None])
-        place = (layer, zero, start, zero)
-        value = lax.dynamic_slice(cache.values, place, (1, num_kv, _BLOCK, width))[0]
-        # Weight 0 does not hide a NaN in a dead row; the row itself must go.
-        value = jnp.where(is_visible(start)[None, :, None], value, 0)
-        products = [
-            weights[:, :, row, None] * value[:, None, row] for row in range(_BLOCK)
-        ]
-        return total + jnp.sum(weights, axis=-1), mixed + chained_sum(products)
+        place = (zero, zero, index * parts, zero)
+        weights = jnp.exp(lax.dynamic_slice(scores, place, shape) - largest)
+
+        def value(row: int) -> jax.Array:
+            # Weight 0 does not hide a NaN in a dead row; the row itself must go.
+            is_visible = index * _BLOCK + first_places + row <= position
+            rows = rows_of(cache.values, index, row)
+            return jnp.where(is_visible[None, None, :, None], rows, 0)
+
+        products = [weights[..., row, None] * value(row) for row in range(_PART)]
+        return total + weights, mixed + chained_sum(products)
 
     carry = (
-        jnp.zeros((num_kv, groups), jnp.float32),
-        jnp.zeros((num_kv, groups, width), jnp.float32),
+        jnp.zeros(shape, FLOAT32),
+        jnp.zeros((num_kv, groups, parts, width), FLOAT32),
     )
     total, mixed = lax.fori_loop(0, num_blocks, mix, carry)
-    return (mixed / total[..., None]).reshape(-1), scores
+    joined = mixed[:, :, 0]
+    for part in range(1, parts):
+        joined = joined + mixed[:, :, part]
+    total = jnp.sum(total, axis=(2, 3))
+    return (joined / total[..., None]).reshape(-1), scores

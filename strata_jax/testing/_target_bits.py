@@ -174,10 +174,12 @@ def poison_cache(cache: Any, position: jax.Array) -> Any:
         position = jnp.minimum(position, cache.num_cells)
         return dataclasses.replace(cache, cache=poison_cache(cache.cache, position))
     if isinstance(cache, TiledLlamaCache):
-        is_dead = jnp.arange(cache.keys.shape[3], dtype=jnp.int32) >= position
+        parts, size = cache.values.shape[2:4]
+        places = jnp.arange(parts * size, dtype=jnp.int32).reshape(parts, size)
+        is_dead = (places >= position)[None, None]
         return TiledLlamaCache(
-            keys=jnp.where(is_dead[None, None, None], jnp.nan, cache.keys),
-            values=jnp.where(is_dead[None, None, :, None], jnp.nan, cache.values),
+            keys=jnp.where(is_dead[:, :, :, None], jnp.nan, cache.keys),
+            values=jnp.where(is_dead[..., None], jnp.nan, cache.values),
         )
     if not isinstance(cache, LlamaCache | MoeCache | MtpCache):
         raise ValueError(

@@ -21,7 +21,7 @@ CONFIG = models.LlamaConfig(
     max_position=256,
     tie_embeddings=True,
 )
-TEXT = np.random.default_rng(5).integers(0, 300, 72).astype(np.int32)
+TEXT = np.random.default_rng(5).integers(0, 300, 134).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_an_untied_head_is_used(params):
 
 def test_bits_do_not_depend_on_the_capacity_of_the_cache(tiled):
     np.testing.assert_array_equal(
-        all_rows(tiled, TEXT, max_length=256), all_rows(tiled, TEXT, max_length=72)
+        all_rows(tiled, TEXT, max_length=256), all_rows(tiled, TEXT, max_length=140)
     )
 
 
