@@ -130,14 +130,19 @@ def test_step_lowers(name):
     check_portable(export(decoder.step, load_shapes(name)[1], start_shapes(name)))
 
 
-def test_a_window_on_packed_weights_lowers():
+def export_packed_window():
     config, params = checkpoints.load_gguf_tiled(checkpoints.find_smollm2())
     params = jax.eval_shape(lambda: params)
     target = targets.singleton(config, max_length=MAX_LENGTH)
     number = shape(dtype=jnp.int32)
     tokens = shape(NUM_DRAFT_TOKENS + 1, dtype=jnp.int32)
-    state = jax.eval_shape(target.init, params)
-    check_portable(export(target.score, params, state, tokens, number, number))
+    with jax.enable_x64(False):
+        state = jax.eval_shape(target.init, params)
+    return export(target.score, params, state, tokens, number, number)
+
+
+def test_a_window_on_packed_weights_lowers():
+    check_portable(export_packed_window())
 
 
 @pytest.mark.parametrize("name", ["bundled", "smollm2"])
@@ -337,8 +342,9 @@ def export_step():
         lambda: export_verifier(verifiers.exact_match(), 256),
         export_step,
         lambda: export_window(every_format(False), "shared"),
+        export_packed_window,
     ],
-    ids=["gates", "token", "exact_match", "step", "experts"],
+    ids=["gates", "token", "exact_match", "step", "experts", "packed"],
 )
 def test_x64_widens_no_array(make):
     with jax.enable_x64(True):

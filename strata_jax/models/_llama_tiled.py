@@ -251,7 +251,9 @@ def _run_layers(
         return run_layer(config, params, index, group, *carry)
 
     carry = (hidden, cache, empty_scores(config, cache))
-    hidden, cache, _ = lax.fori_loop(0, config.num_layers, layer, carry)
+    hidden, cache, _ = lax.fori_loop(
+        jnp.int32(0), jnp.int32(config.num_layers), layer, carry
+    )
     return hidden, cache
 
 
@@ -282,6 +284,6 @@ def _write_logits(
 
     padding = num_blocks * TILE_COLUMNS - logits.shape[1]
     wide = jnp.pad(logits, ((0, 0), (0, padding))) if padding else logits
-    num_steps = jnp.where(first < count, steps, 0)
+    num_steps = jnp.where(first < count, jnp.int32(steps), jnp.int32(0))
     wide = lax.fori_loop(0, num_steps, columns, wide)
     return wide[:, : config.vocab_size]

@@ -223,17 +223,18 @@ def multiply(
     Exactness: a row is a function of that row, whatever T.
     """
     _, num_chunks, all_blocks, _, _ = tiles.values.shape
-    start = jnp.zeros((), jnp.int32) if first_block is None else first_block
+    zero = jnp.int32(0)
+    start = zero if first_block is None else first_block
     width = all_blocks if num_blocks is None else num_blocks
     dtype = rows.states.dtype
 
     def weights(row: int) -> jax.Array:
-        place = (layer, 0, start, row, 0)
+        place = (layer, zero, start, jnp.int32(row), zero)
         size = (1, num_chunks, width, 1, TILE_COLUMNS)
         return lax.dynamic_slice(tiles.values, place, size)[0].astype(dtype)
 
     def block(array: jax.Array) -> jax.Array:
-        place = (layer, 0, start, 0)
+        place = (layer, zero, start, zero)
         size = (1, num_chunks, width, TILE_COLUMNS)
         return lax.dynamic_slice(array, place, size)[0, :, :, None]
 
@@ -273,7 +274,9 @@ def _add_chunks(parts: jax.Array) -> jax.Array:
         return total
 
     # A loop, so that XLA makes the parts before it adds them.
-    return lax.fori_loop(0, num_chunks // size, add, jnp.zeros_like(parts[0]))
+    return lax.fori_loop(
+        jnp.int32(0), jnp.int32(num_chunks // size), add, jnp.zeros_like(parts[0])
+    )
 
 
 def take_column(tiles: Tiles, layer: int, column: jax.Array) -> jax.Array:
