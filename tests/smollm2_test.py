@@ -61,15 +61,18 @@ def window_rows(target, params, text, width, max_width=8):
     return np.concatenate(rows)
 
 
-def test_every_row_on_packed_weights_is_the_singletons():
+@pytest.mark.parametrize("width", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_every_row_on_packed_weights_is_the_singletons(width):
     config, params = checkpoints.load_gguf_tiled(checkpoints.find_smollm2())
     tokenizer = checkpoints.load_gguf_tokenizer(checkpoints.find_smollm2())
     text = np.asarray(tokenizer.encode(TEXT)[:24], np.int32)
-    target = targets.singleton(config, max_length=MAX_LENGTH)
-    counts = testing.check_target(target, params, text, poison=testing.poison_cache)
+    target = targets.singleton(config, max_length=MAX_LENGTH, prefill_chunk=width)
+    counts = testing.check_target(
+        target, params, text, max_width=width, poison=testing.poison_cache
+    )
     print("\nrows bitwise equal to the one-token program:", counts)
-    assert counts["widths"] == 8 * len(text)
-    assert counts["rejections"] == 3 * len(text)
+    assert counts["widths"] == width * len(text)
+    assert counts["rejections"] >= len(text)
 
 
 @pytest.mark.slow
@@ -87,19 +90,14 @@ def test_every_row_is_the_singletons(model, singleton_rows):
 def test_batched_control_differs_on_most_rows(model, singleton_rows):
     config, params, _ = model
     text, expected = singleton_rows
-    exact = window_rows(
-        targets.singleton(config, max_length=MAX_LENGTH), params, text, 8
-    )
     control = window_rows(
         targets.batched(config, max_length=MAX_LENGTH), params, text, 8
     )
-    num_exact = int((exact != expected).any(axis=1).sum())
     num_control = int((control != expected).any(axis=1).sum())
     print(
-        f"\nrows that differ from the one-token program, of {len(text)}: "
-        f"singleton {num_exact}, batched {num_control}"
+        "\nrows of the batched control that differ from the one-token program: "
+        f"{num_control} of {len(text)}"
     )
-    assert num_exact == 0
     assert num_control > len(text) / 2
     np.testing.assert_allclose(control, expected, atol=1e-2)
     with pytest.raises(testing.ConformanceError, match="T1"):

@@ -79,18 +79,17 @@ def test_training_runs_the_same_cells(params, head, tiled):
     source = np.random.default_rng(4)
     tokens = source.integers(0, CONFIG.vocab_size, (1, 20)).astype(np.int32)
     hidden = source.standard_normal((1, 19, CONFIG.hidden_size)).astype(np.float32)
-    (together,), balance = models.mtp_forward(
-        params, head, jnp.asarray(hidden), jnp.asarray(tokens), 1
-    )
+    forward = jax.jit(models.mtp_forward, static_argnums=4)
+    (together,), balance = forward(params, head, hidden, tokens, 1)
     assert balance == 0
     alone = models.with_shared_tables(tiled)
     cache = models.empty_mtp_cache(alone, 128)
-    run = jax.jit(models.run_cell)
+    run, logits_of = jax.jit(models.run_cell), jax.jit(models.draft_logits)
     for cell in range(19):
         state, cache, _ = run(
             alone, cache, hidden[0, cell], tokens[0, cell + 1], jnp.int32(cell)
         )
-        logits = models.draft_logits(alone, state)
+        logits = logits_of(alone, state)
         np.testing.assert_allclose(logits, together[0, cell], rtol=0, atol=1e-4)
 
 
@@ -161,7 +160,7 @@ def make_target():
 def test_the_default_mode_emits_the_tokens_of_plain_decoding(tiled):
     target = make_target()
     tokens = []
-    for drafter in (None, drafters.mtp(num_draft_tokens=3)):
+    for drafter in (None, drafters.mtp(num_draft_tokens=1)):
         decoder = strata.speculative_decoder(target, drafter)
         state = decoder.init(tiled, PROMPT, seed=5, max_new_tokens=24)
         state, verdicts = strata.decode(decoder, tiled, state, 24)
@@ -171,6 +170,7 @@ def test_the_default_mode_emits_the_tokens_of_plain_decoding(tiled):
     assert (np.asarray(verdicts.kind) == strata.RowKind.OFFERED).any()
 
 
+@pytest.mark.slow
 def test_the_drafter_conforms(tiled):
     target = make_target()
     accepted = testing.check_drafter(
