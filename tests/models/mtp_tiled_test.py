@@ -157,6 +157,7 @@ def make_target():
     return targets.singleton(CONFIG, max_length=MAX_LENGTH, prefill_chunk=1)
 
 
+@pytest.mark.slow
 def test_the_default_mode_emits_the_tokens_of_plain_decoding(tiled):
     target = make_target()
     tokens = []
