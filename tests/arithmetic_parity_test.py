@@ -21,6 +21,17 @@ def finished(tmp_path_factory):
     return out, json.loads((out / "arithmetic_parity.json").read_text()), result
 
 
+def test_the_published_run_found_no_difference():
+    path = command_lines.ROOT / "docs" / "results" / "arithmetic_parity.json"
+    report = json.loads(path.read_text())
+    assert len(report["configurations"]) == 10
+    for found in report["configurations"].values():
+        assert found["exact"]["num_compared"] >= report["settings"]["comparisons"]
+        assert found["exact"]["num_different"] == 0
+        assert all(part["share"] > 0.9 for part in found["control"].values())
+
+
+@pytest.mark.slow
 def test_nothing_differs_but_the_control(finished):
     _, report, _ = finished
     assert list(report["configurations"]) == NAMES
@@ -43,6 +54,7 @@ def test_nothing_differs_but_the_control(finished):
     assert report["configurations"]["q4_0-host"]["num_brought_into_cache"] > 0
 
 
+@pytest.mark.slow
 def test_report(finished):
     out, report, result = finished
     assert sorted(path.name for path in out.iterdir()) == [
@@ -64,6 +76,7 @@ def test_report(finished):
     assert len(hashes) == len(NAMES)
 
 
+@pytest.mark.slow
 def test_finished_configurations_are_skipped_and_faults_reported(finished, tmp_path):
     _, report, _ = finished
     # Results that no run gives: they are kept, so nothing was computed again.

@@ -239,9 +239,8 @@ def row_decoder(p, q, wrap, gate):
     return decoder, targets.TabularParams(jnp.log(jnp.asarray(p)))
 
 
-@pytest.mark.parametrize(
-    "num_steps", [2_000, pytest.param(20_000, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [2_000, 20_000])
 def test_first_token_law_and_its_control(num_steps):
     counts, p, q = first_windows(num_steps)
     bias = np.where(q < THRESHOLD, q, 0).sum()

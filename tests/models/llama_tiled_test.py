@@ -57,6 +57,7 @@ def test_rows_are_those_of_one_token_bit_for_bit(tiled, width):
     assert counts["rejections"] >= len(TEXT)
 
 
+@pytest.mark.slow
 def test_windows_of_up_to_eight_rows_have_the_bits_of_one_token(tiled):
     alone = all_rows(tiled, TEXT)
     for width in (5, 8):

@@ -57,6 +57,7 @@ def finished(tmp_path_factory):
     return folder / "out", text, result
 
 
+@pytest.mark.slow
 def test_smoke_run(finished):
     out, text, result = finished
     assert sorted(path.name for path in out.iterdir()) == [
@@ -81,6 +82,7 @@ def test_smoke_run(finished):
     assert "step 24/24" in result.stderr  # lines, as there is no terminal
 
 
+@pytest.mark.slow
 def test_finished_run_is_not_run_again(finished):
     out, text, _ = finished
     before = hash_of(out / "model.safetensors")
