@@ -56,7 +56,7 @@ def save_draft_head(
 
     Raises:
       FileNotFoundError: if the folder does not exist.
-      ValueError: if a matrix is not quantised, or there is no draft vocabulary.
+      ValueError: if a matrix is not in Q8_0, or there is no draft vocabulary.
 
     Exactness: `load_draft_head` gives the same weights bit for bit.
     """
@@ -70,8 +70,14 @@ def save_draft_head(
             raise ValueError(
                 f"mtp.{name} is not quantised: use models.tile_mtp(is_quantized=True)"
             )
+        halves = scale.astype(np.float16)
+        if (halves != scale).any():
+            raise ValueError(
+                f"mtp.{name} has scales that half precision does not hold: quantise it "
+                "with models.tile_mtp(is_quantized=True)"
+            )
         tensors[f"{name}.values"] = values
-        tensors[f"{name}.scale"] = scale.astype(np.float16)
+        tensors[f"{name}.scale"] = halves
     config = json.dumps(dataclasses.asdict(mtp.config))
     header = {"format": _FORMAT, "config": config}
     save_safetensors(path, tensors, {**(metadata or {}), **header})

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from strata_jax.checkpoints._gguf import NAMES, LlamaFile, open_llama
+from strata_jax.experts import read_blocks
 from strata_jax.models import (
     LlamaConfig,
     TiledLlamaParams,
@@ -16,9 +17,8 @@ from strata_jax.models import (
     cut_tiles,
 )
 
-# Bytes before the values of a block of 32.
-_HEADER_BYTES = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}
-_Packed = tuple[np.ndarray, np.ndarray, np.ndarray]
+# GGUF's types that stay packed, and what `strata_jax.experts` calls them.
+_PACKED = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}
 
 
 def load_gguf_tiled(
@@ -74,43 +74,34 @@ def load_gguf_tiled(
 def _tile(file: LlamaFile, layers: list[list[str]]) -> Tiles:
     """Joins the named matrices of each layer side by side, and cuts them."""
     kinds = {file.stored[name][1].name for names in layers for name in names}
-    rows = file.read(layers[0][0]).shape[1]
-    if not kinds <= _HEADER_BYTES.keys() or rows % 32:
+    if not kinds <= _PACKED.keys():
         return cut_tiles(
             [np.concatenate([file.read(name) for name in names]).T for names in layers]
         )
+    has_offset = "Q4_1" in kinds
     joined = [
         [
             np.concatenate(parts).T
-            for parts in zip(*(_unpack(file, name) for name in names), strict=True)
+            for parts in zip(
+                *(_unpack(file, name, has_offset) for name in names), strict=True
+            )
         ]
         for names in layers
     ]
-    values, scale, offset = (list(parts) for parts in zip(*joined, strict=True))
-    has_offset = kinds != {"Q8_0"}
-    return cut_packed_tiles(values, scale, offset if has_offset else None)
+    values, scale, *offset = (list(parts) for parts in zip(*joined, strict=True))
+    return cut_packed_tiles(values, scale, *offset)
 
 
-def _unpack(file: LlamaFile, name: str) -> _Packed:
-    """Returns int8 values `[N, K]`, scales and offsets `[N, K / 32]`."""
+def _unpack(file: LlamaFile, name: str, has_offset: bool) -> tuple[np.ndarray, ...]:
+    """Returns codes `[N, K]`, scales `[N, K / 32]`, and offsets if they are wanted."""
     stored, kind = file.stored[name]
-    skipped = _HEADER_BYTES[kind.name]
-    size = skipped + (32 if kind.name == "Q8_0" else 16)
-    blocks = stored.reshape(stored.shape[0], -1, size)
-
-    def half(start: int) -> np.ndarray:
-        part = np.ascontiguousarray(blocks[..., start : start + 2])
-        return part.view("<f2")[..., 0].astype(np.float32)
-
-    scale = half(0)
-    if kind.name == "Q8_0":
-        values, offset = blocks[..., skipped:].view(np.int8), np.zeros_like(scale)
-    else:
-        # Low halves of the bytes come first.
-        packed = blocks[..., skipped:]
-        values = np.concatenate([packed & 15, packed >> 4], axis=-1).astype(np.int8)
-        offset = half(2) if kind.name == "Q4_1" else -8 * scale
-    values = values.reshape(stored.shape[0], -1)
-    parts = (values, scale, offset)
-    values, scale, offset = (file.split_pairs(name, part) for part in parts)
-    return values, scale, offset
+    num_rows, row_bytes = stored.shape
+    block, block_bytes = file.gguf.GGML_QUANT_SIZES[kind]
+    num_inputs = row_bytes // block_bytes * block
+    values, scale, offset = read_blocks(
+        _PACKED[kind.name], stored, num_rows, num_inputs
+    )
+    parts = [values, scale]
+    if has_offset:
+        parts.append(np.zeros_like(scale) if offset is None else offset)
+    return tuple(file.split_pairs(name, part) for part in parts)

@@ -1,5 +1,6 @@
 """Experts: one expert on one token, jobs, tiers and formats."""
 
+from strata_jax.experts._block_formats import read_blocks as read_blocks
 from strata_jax.experts._cache import ExpertCache as ExpertCache
 from strata_jax.experts._cache import adapt as adapt
 from strata_jax.experts._cache import count_uses as count_uses

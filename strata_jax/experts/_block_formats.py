@@ -15,6 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 BLOCK_SIZE = 32
+# What a block holds, and what is taken from its codes.
+_KINDS = {
+    "q8_0": (np.dtype([("scale", "<f2"), ("codes", "i1", 32)]), np.int8(0)),
+    "q4_0": (np.dtype([("scale", "<f2"), ("codes", "u1", 16)]), np.int8(8)),
+    "q4_1": (
+        np.dtype([("scale", "<f2"), ("least", "<f2"), ("codes", "u1", 16)]),
+        np.int8(0),
+    ),
+}
 
 
 def encode_q8_0(weights: np.ndarray) -> np.ndarray:
@@ -114,38 +123,60 @@ def _nibbles(stored: jax.Array) -> jax.Array:
     return jnp.concatenate([stored & 15, stored >> 4], axis=1).astype(jnp.float32)
 
 
-def reference_q8_0(words: np.ndarray, num_outputs: int, num_inputs: int) -> np.ndarray:
-    """As `Format.reference`."""
-    kind = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
-    blocks = _view_blocks(words, num_outputs * num_inputs, kind)
-    values = _column(blocks["scale"]) * blocks["codes"].astype(np.float32)
-    return values.reshape(num_outputs, num_inputs)
+def read_blocks(
+    name: str, stored: np.ndarray, num_outputs: int, num_inputs: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Takes the blocks of a matrix apart, on the host.
+
+    Args:
+      name: "q8_0", "q4_0" or "q4_1".
+      stored: the matrix's bytes, uint8 in any shape; what follows them is not read.
+      num_outputs: O.
+      num_inputs: I, a multiple of 32.
+
+    Returns:
+      Codes `[O, I]` int8; scales `[O, I / 32]` float32; offsets of the same shape, or
+      None. A weight is its code times the scale, plus the offset.
+
+    Raises:
+      ValueError: if there is no such block format, or bytes are missing.
+
+    Exactness: nothing is rounded.
+    """
+    if name not in _KINDS:
+        raise ValueError(f"name must be one of {', '.join(_KINDS)}, got {name!r}")
+    kind, shift = _KINDS[name]
+    if num_inputs % BLOCK_SIZE:
+        raise ValueError(
+            f"num_inputs must be a multiple of {BLOCK_SIZE}, got {num_inputs}"
+        )
+    shape = (num_outputs, num_inputs // BLOCK_SIZE)
+    size = shape[0] * shape[1] * kind.itemsize
+    flat = np.ascontiguousarray(stored).reshape(-1)
+    if flat.dtype != np.uint8 or flat.size < size:
+        raise ValueError(
+            f"stored must hold {size} bytes as uint8, got {flat.size} of {flat.dtype}"
+        )
+    blocks = flat[:size].view(kind)
+    codes = blocks["codes"]
+    if codes.dtype == np.uint8:
+        # The low halves of the bytes are the first codes.
+        codes = np.concatenate([codes & 15, codes >> 4], axis=1).astype(np.int8)
+        codes = codes - shift
+    offset = None
+    if "least" in (kind.names or ()):
+        offset = blocks["least"].astype(np.float32).reshape(shape)
+    scale = blocks["scale"].astype(np.float32).reshape(shape)
+    return codes.reshape(num_outputs, num_inputs), scale, offset
 
 
-def reference_q4_0(words: np.ndarray, num_outputs: int, num_inputs: int) -> np.ndarray:
-    """As `Format.reference`."""
-    kind = np.dtype([("scale", "<f2"), ("codes", "u1", 16)])
-    blocks = _view_blocks(words, num_outputs * num_inputs, kind)
-    values = _column(blocks["scale"]) * (_unpack_nibbles(blocks["codes"]) - 8)
-    return values.reshape(num_outputs, num_inputs)
-
-
-def reference_q4_1(words: np.ndarray, num_outputs: int, num_inputs: int) -> np.ndarray:
-    """As `Format.reference`."""
-    kind = np.dtype([("scale", "<f2"), ("least", "<f2"), ("codes", "u1", 16)])
-    blocks = _view_blocks(words, num_outputs * num_inputs, kind)
-    values = _column(blocks["scale"]) * _unpack_nibbles(blocks["codes"])
-    return (values + _column(blocks["least"])).reshape(num_outputs, num_inputs)
-
-
-def _view_blocks(words: np.ndarray, num_weights: int, kind: np.dtype) -> np.ndarray:
-    size = num_weights // BLOCK_SIZE * kind.itemsize
-    return words.astype("<u4").view(np.uint8)[:size].view(kind)
-
-
-def _column(halves: np.ndarray) -> np.ndarray:
-    return halves.astype(np.float32)[:, None]
-
-
-def _unpack_nibbles(stored: np.ndarray) -> np.ndarray:
-    return np.concatenate([stored & 15, stored >> 4], axis=1).astype(np.float32)
+def reference(
+    name: str, words: np.ndarray, num_outputs: int, num_inputs: int
+) -> np.ndarray:
+    """As `Format.reference`, of the format with that name."""
+    stored = words.astype("<u4").view(np.uint8)
+    codes, scale, offset = read_blocks(name, stored, num_outputs, num_inputs)
+    values = np.repeat(scale, BLOCK_SIZE, axis=1) * codes.astype(np.float32)
+    if offset is not None:
+        values = values + np.repeat(offset, BLOCK_SIZE, axis=1)
+    return values

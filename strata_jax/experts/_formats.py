@@ -6,6 +6,7 @@ vector of uint32 words, little-endian bytes padded with zeros to a whole word.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -164,8 +165,9 @@ def _encode_bfloat16(weights: np.ndarray) -> np.ndarray:
     return stored
 
 
-def _block(name: str, block_bytes: int, encode, decode, reference) -> Format:
+def _block(name: str, block_bytes: int, encode, decode) -> Format:
     size = _block_formats.BLOCK_SIZE
+    reference = functools.partial(_block_formats.reference, name)
     return _checked(
         name, (1, size), lambda n: n // size * block_bytes, encode, decode, reference
     )
@@ -208,21 +210,18 @@ FORMATS: Mapping[str, Format] = types.MappingProxyType(
                 34,
                 _block_formats.encode_q8_0,
                 _block_formats.decode_q8_0,
-                _block_formats.reference_q8_0,
             ),
             _block(
                 "q4_0",
                 18,
                 _block_formats.encode_q4_0,
                 _block_formats.decode_q4_0,
-                _block_formats.reference_q4_0,
             ),
             _block(
                 "q4_1",
                 20,
                 _block_formats.encode_q4_1,
                 _block_formats.decode_q4_1,
-                _block_formats.reference_q4_1,
             ),
             *(
                 _trellis_format(num_bits, codebook)

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from strata_jax import _checks
+from strata_jax.experts import find_format, read_blocks
 
 # Part of the arithmetic, and of what XLA makes of it: 8 columns are one vector, 32 rows
 # as many factors as there are registers. Above 96 rows the expression is cut in two.
@@ -57,9 +58,12 @@ def cut_tiles(
     Returns:
       The tiles.
 
+    Raises:
+      ValueError: if there is no matrix, or they differ in shape.
+
     Exactness: the same weights if `dtype` holds them.
     """
-    num_rows, num_columns = matrices[0].shape
+    num_rows, num_columns = _common_shape("matrices", matrices)
     values = np.stack([_cut(np.asarray(matrix)) for matrix in matrices])
     return Tiles(
         values=jnp.asarray(values, dtype),
@@ -89,26 +93,33 @@ def cut_packed_tiles(
       The tiles.
 
     Raises:
-      ValueError: if K is not a multiple of 32.
+      ValueError: naming the argument, if there is no matrix, K is not a multiple of 32,
+        codes are not int8, or shapes do not fit.
 
     Exactness: the same weights; a product scales sums of 32 entries, not each entry.
     """
-    num_rows, num_columns = values[0].shape
+    num_rows, num_columns = _common_shape("values", values)
+    if any(value.dtype != np.int8 for value in values):
+        raise ValueError(f"values must be int8, got {values[0].dtype}")
     if num_rows % TILE_ROWS:
         raise ValueError(
             f"values must have rows in multiples of {TILE_ROWS}, got {num_rows}: "
             "decode the matrices, and use cut_tiles"
         )
 
-    def by_block(blocks: Sequence[np.ndarray]) -> jax.Array:
+    def by_block(name: str, blocks: Sequence[np.ndarray]) -> jax.Array:
+        wanted = (len(values), num_rows // TILE_ROWS, num_columns)
+        found = (len(blocks), *_common_shape(name, blocks))
+        if found != wanted:
+            raise ValueError(f"{name} must have shapes {wanted}, got {found}")
         padded = np.stack([_pad_columns(np.asarray(b, np.float32)) for b in blocks])
         shape = (len(blocks), num_rows // TILE_ROWS, -1, TILE_COLUMNS)
         return jnp.asarray(padded.reshape(shape))
 
     return Tiles(
         values=jnp.asarray(np.stack([_cut(np.asarray(value)) for value in values])),
-        scale=by_block(scale),
-        offset=None if offset is None else by_block(offset),
+        scale=by_block("scale", scale),
+        offset=None if offset is None else by_block("offset", offset),
         num_rows=num_rows,
         num_columns=num_columns,
     )
@@ -118,20 +129,21 @@ def quantize(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rounds a matrix to GGUF's Q8_0, along its rows.
 
     Args:
-      matrix: `[K, N]`, K a multiple of 32.
+      matrix: `[K, N]` float, K a multiple of 32.
 
     Returns:
-      int8 `[K, N]`, and float16 scales `[K / 32, N]`: the largest magnitude of 32 rows
-      becomes 127.
+      int8 `[K, N]`, and float32 scales `[K / 32, N]` that half precision holds.
+
+    Raises:
+      ValueError: if K is not a multiple of 32, or an entry is too large or not finite.
 
     Exactness: lossy; what it gives is decoded without a rounding.
     """
     num_rows, num_columns = matrix.shape
-    blocks = np.asarray(matrix, np.float32).reshape(-1, TILE_ROWS, num_columns)
-    scale = (np.abs(blocks).max(axis=1) / np.float32(127)).astype(np.float16)
-    divisor = np.where(scale == 0, np.float32(1), scale.astype(np.float32))
-    values = np.clip(np.rint(blocks / divisor[:, None]), -127, 127)
-    return values.astype(np.int8).reshape(num_rows, num_columns), scale
+    words = find_format("q8_0").encode(np.asarray(matrix, np.float32).T)
+    stored = words.astype("<u4").view(np.uint8)
+    values, scale, _ = read_blocks("q8_0", stored, num_columns, num_rows)
+    return values.T, scale.T
 
 
 def check_tiles(name: str, tiles: Tiles, shape: tuple[int, int, int]) -> None:
@@ -149,6 +161,16 @@ def check_tiles(name: str, tiles: Tiles, shape: tuple[int, int, int]) -> None:
         if (array := getattr(tiles, field)) is not None:
             size = (shape[0], chunks, blocks, TILE_COLUMNS)
             _checks.check_shape(f"{name}.{field}", array, size)
+
+
+def _common_shape(name: str, matrices: Sequence[np.ndarray]) -> tuple[int, int]:
+    shapes = {np.shape(matrix) for matrix in matrices}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 2:
+        raise ValueError(
+            f"{name} must be matrices of one shape, one for each layer, at least one; "
+            f"got {sorted(map(np.shape, matrices))}"
+        )
+    return shape
 
 
 def _cut(matrix: np.ndarray) -> np.ndarray:
@@ -298,13 +320,18 @@ def read_matrix(tiles: Tiles) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the first matrix of some tiles as it is stored, on the host.
 
     Args:
-      tiles: the tiles.
+      tiles: the tiles, without offsets.
 
     Returns:
       `[K, N]`, and its scales `[K / 32, N]`, or None if it has none.
 
+    Raises:
+      ValueError: if there are offsets.
+
     Exactness: nothing is computed.
     """
+    if tiles.offset is not None:
+        raise ValueError("tiles must have no offsets: only Q8_0 is read")
     values = np.asarray(tiles.values)[0]
     matrix = np.swapaxes(values, 1, 2).reshape(-1, values.shape[1] * TILE_COLUMNS)
     matrix = matrix[: tiles.num_rows, : tiles.num_columns]

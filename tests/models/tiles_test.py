@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from strata_jax.models import cut_packed_tiles, cut_tiles
+from strata_jax.experts import find_format
+from strata_jax.models import cut_packed_tiles, cut_tiles, quantize, read_matrix
 from strata_jax.models._tiles import empty_rows, multiply, set_row, take_column
 
 WIDTHS = range(1, 9)
@@ -79,7 +80,42 @@ def test_a_column_is_the_stored_one(kind, num_rows, num_columns):
         np.testing.assert_allclose(found, matrix[:, column], rtol=1e-6, atol=1e-7)
 
 
-def test_packed_rows_that_fill_no_tile_are_refused():
-    values = [np.zeros((40, 16), np.int8)]
-    with pytest.raises(ValueError, match="multiples of 32, got 40: decode"):
-        cut_packed_tiles(values, [np.zeros((2, 16), np.float32)])
+CODES, SCALE = np.zeros((64, 16), np.int8), np.ones((2, 16), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([np.zeros((40, 16), np.int8)], [SCALE]), "multiples of 32, got 40: decode"),
+        (([], []), "values must be matrices of one shape"),
+        (([CODES, CODES[:32]], [SCALE, SCALE]), "values must be matrices of one shape"),
+        (([CODES.astype(np.float32)], [SCALE]), "values must be int8, got float32"),
+        (([CODES], [SCALE[:1]]), "scale must have shapes"),
+        (([CODES], [SCALE, SCALE]), "scale must have shapes"),
+        (([CODES], [SCALE], [SCALE[:, :8]]), "offset must have shapes"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        cut_packed_tiles(*arguments)
+
+
+def test_matrices_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="matrices must be matrices of one shape"):
+        cut_tiles([np.zeros((4, 4)), np.zeros((4, 5))])
+    with pytest.raises(ValueError, match="multiple"):
+        quantize(np.zeros((33, 4), np.float32))
+    with pytest.raises(ValueError, match="tiles must have no offsets"):
+        read_matrix(cut_packed_tiles([CODES], [SCALE], [SCALE]))
+
+
+def test_quantized_entries_are_those_of_q8_0():
+    matrix = np.random.default_rng(1).standard_normal((64, 24)).astype(np.float32)
+    values, scale = quantize(matrix)
+    form = find_format("q8_0")
+    expected = form.reference(form.encode(matrix.T), 24, 64).T
+    np.testing.assert_array_equal(values * np.repeat(scale, 32, axis=0), expected)
+    tiles = cut_packed_tiles([values], [scale])
+    codes, scales = read_matrix(tiles)
+    np.testing.assert_array_equal(codes, values)
+    np.testing.assert_array_equal(scales, scale)
