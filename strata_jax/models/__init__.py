@@ -32,21 +32,21 @@ from strata_jax.models._moe_batched import MoeOutputs as MoeOutputs
 from strata_jax.models._moe_batched import batched_moe_rows as batched_moe_rows
 from strata_jax.models._moe_batched import moe_forward as moe_forward
 from strata_jax.models._moe_batched import mtp_forward as mtp_forward
-from strata_jax.models._moe_params import MoeConfig as MoeConfig
-from strata_jax.models._moe_params import MoeLayer as MoeLayer
+from strata_jax.models._moe_layer_params import MoeConfig as MoeConfig
+from strata_jax.models._moe_layer_params import MoeLayer as MoeLayer
+from strata_jax.models._moe_layer_params import SharedExpert as SharedExpert
 from strata_jax.models._moe_params import MoeParams as MoeParams
-from strata_jax.models._moe_params import MtpParams as MtpParams
-from strata_jax.models._moe_params import SharedExpert as SharedExpert
 from strata_jax.models._moe_params import check_moe_params as check_moe_params
-from strata_jax.models._moe_params import check_mtp_params as check_mtp_params
 from strata_jax.models._moe_params import random_moe_params as random_moe_params
-from strata_jax.models._moe_params import random_mtp_params as random_mtp_params
 from strata_jax.models._moe_params import with_draft_vocabulary as with_draft_vocabulary
 from strata_jax.models._mtp import MtpCache as MtpCache
 from strata_jax.models._mtp import draft_logits as draft_logits
 from strata_jax.models._mtp import empty_mtp_cache as empty_mtp_cache
 from strata_jax.models._mtp import run_cell as run_cell
 from strata_jax.models._mtp import with_shared_tables as with_shared_tables
+from strata_jax.models._mtp_params import MtpParams as MtpParams
+from strata_jax.models._mtp_params import check_mtp_params as check_mtp_params
+from strata_jax.models._mtp_params import random_mtp_params as random_mtp_params
 from strata_jax.models._mtp_tiled import TiledMtpParams as TiledMtpParams
 from strata_jax.models._mtp_tiled import (
     check_tiled_mtp_params as check_tiled_mtp_params,

@@ -25,7 +25,8 @@ from strata_jax.experts import (
 )
 from strata_jax.models._attention import attend, cache_shape, project_rows, rms_norm
 from strata_jax.models._head import head_rows
-from strata_jax.models._moe_params import MoeConfig, MoeLayer, MoeParams, SharedExpert
+from strata_jax.models._moe_layer_params import MoeConfig, MoeLayer, SharedExpert
+from strata_jax.models._moe_params import MoeParams
 from strata_jax.models._router import route
 
 

@@ -25,13 +25,9 @@ from strata_jax.models._attention import (
 from strata_jax.models._attention_batched import attend_together
 from strata_jax.models._llama_params import LlamaLayer
 from strata_jax.models._moe import MoeCache
-from strata_jax.models._moe_params import (
-    MoeConfig,
-    MoeLayer,
-    MoeParams,
-    MtpParams,
-    SharedExpert,
-)
+from strata_jax.models._moe_layer_params import MoeConfig, MoeLayer, SharedExpert
+from strata_jax.models._moe_params import MoeParams
+from strata_jax.models._mtp_params import MtpParams
 from strata_jax.models._router import route
 
 # Tokens that share one product with an expert's weights.

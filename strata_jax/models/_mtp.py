@@ -15,7 +15,9 @@ from strata_jax.models._llama import layer_rows
 from strata_jax.models._llama_params import LlamaConfig, LlamaLayer
 from strata_jax.models._llama_tiled import TiledLlamaParams
 from strata_jax.models._moe import moe_layer_rows
-from strata_jax.models._moe_params import MoeLayer, MoeParams, MtpParams
+from strata_jax.models._moe_layer_params import MoeLayer
+from strata_jax.models._moe_params import MoeParams
+from strata_jax.models._mtp_params import MtpParams
 from strata_jax.models._mtp_tiled import (
     TiledMtpParams,
     empty_tiled_mtp_cache,

@@ -13,7 +13,7 @@ from jax import lax
 from strata_jax import _checks
 from strata_jax.models._attention import rms_norm
 from strata_jax.models._llama_params import LlamaConfig, LlamaLayer
-from strata_jax.models._moe_params import MtpParams
+from strata_jax.models._mtp_params import MtpParams
 from strata_jax.models._tiled_layer import (
     FLOAT32,
     TiledLlamaCache,

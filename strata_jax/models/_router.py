@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from strata_jax._precision import at_least_float32
-from strata_jax.models._moe_params import MoeConfig
+from strata_jax.models._moe_layer_params import MoeConfig
 
 
 def route(
