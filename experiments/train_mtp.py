@@ -53,7 +53,9 @@ _OUT = flags.DEFINE_string("out", None, "Folder for all results; made if need be
 _TARGET = flags.DEFINE_string(
     "target", "smollm2", '"smollm2", or the path of a GGUF file of a llama.'
 )
-_SMOKE = flags.DEFINE_bool("smoke", False, "A few short texts and steps: a minute.")
+_SMOKE = flags.DEFINE_bool(
+    "smoke", False, "A few short texts and steps; two minutes, most of it compiling."
+)
 _SHARDS = flags.DEFINE_integer(
     "shards", None, "Shards of texts to train on; 12, or 1 with --smoke.", 1
 )
@@ -321,7 +323,7 @@ def _plot(history: dict[str, np.ndarray], path: pathlib.Path) -> None:
         sizes = np.diff(starts, append=len(values))
         means = np.add.reduceat(values, starts) / sizes
         number = name.removeprefix("overlap_")
-        (line,) = axes.plot(starts, means, alpha=0.5)
+        (line,) = axes.plot(starts + 1, means, alpha=0.5)
         axes.plot(
             history["held_out_step"],
             history[f"held_out_{name}"],

@@ -11,7 +11,11 @@ from strata_jax import models
 
 @contextlib.contextmanager
 def quick_compilation():
-    """Compiles in a hurry, for tests that are not about bits."""
+    """Compiles in a hurry, for tests that are not about bits.
+
+    JAX's own programs, such as those of random numbers, stay compiled like that for the
+    shapes met here: bits must not be compared with those of another process.
+    """
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
