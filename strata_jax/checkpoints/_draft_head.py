@@ -56,10 +56,16 @@ def save_draft_head(
 
     Raises:
       FileNotFoundError: if the folder does not exist.
-      ValueError: if a matrix is not in Q8_0, or there is no draft vocabulary.
+      ValueError: if the head is not tiled, a matrix is not in Q8_0, or there is no
+        draft vocabulary.
 
     Exactness: `load_draft_head` gives the same weights bit for bit.
     """
+    if not isinstance(mtp, TiledMtpParams):
+        raise ValueError(
+            f"mtp must be models.TiledMtpParams, got {type(mtp).__name__}: use "
+            "models.tile_mtp"
+        )
     if mtp.draft_tokens is None:
         raise ValueError("mtp has no draft vocabulary: use models.draft_from")
     tensors = {name: np.asarray(getattr(mtp, name)) for name in _VECTORS}
@@ -97,10 +103,16 @@ def load_draft_head(
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: naming the file and the fault, if it is damaged, or of another target.
+      ValueError: if `params` is not tiled; naming the file and the fault, if it is
+        damaged, or of another target.
 
     Exactness: law-exact; the draft head's weights are the file's.
     """
+    if not isinstance(params, TiledLlamaParams):
+        raise ValueError(
+            f"params must be models.TiledLlamaParams, got {type(params).__name__}: use "
+            "checkpoints.load_gguf_tiled or models.tile_params"
+        )
     path = pathlib.Path(path)
     header = read_metadata(path)
     if header.get("format") != _FORMAT:

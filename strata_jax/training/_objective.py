@@ -144,12 +144,17 @@ def distillation_loss(
       whole vocabulary, at temperature 1.
 
     Raises:
-      ValueError: if the objective is unknown, or texts are too short.
+      ValueError: if the objective is unknown, the head has tables, or texts are too
+        short.
 
     Exactness: not concerned; what is trained only changes the speed.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective must be one of {OBJECTIVES}, got {objective!r}")
+    if mtp.embedding is not None or mtp.head is not None:
+        raise ValueError(
+            "mtp has tables of its own: a head that is distilled uses those of `tables`"
+        )
     num_drafts = len(draft_weights)
     if states.tokens.shape[1] < num_drafts + 2:
         raise ValueError(

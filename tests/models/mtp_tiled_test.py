@@ -9,6 +9,7 @@ import pytest
 
 import strata_jax as strata
 from strata_jax import checkpoints, drafters, models, targets, testing
+from strata_jax.models._tiles import take_column
 
 CONFIG = models.LlamaConfig(
     vocab_size=64,
@@ -103,6 +104,18 @@ def test_a_draft_vocabulary_takes_the_targets_rows(tiled):
     models.check_tiled_mtp_params(part)
 
 
+def test_a_draft_vocabulary_keeps_packed_columns_packed(tiled):
+    source = np.random.default_rng(8).standard_normal((256, 64)).astype(np.float32)
+    values, scale = models.quantize(source)
+    offset = np.linspace(-1, 1, scale.size, dtype=np.float32).reshape(scale.shape)
+    table = models.cut_packed_tiles([values], [scale], [offset])
+    part = models.draft_from(tiled.mtp, table, DRAFTED).head
+    assert part.values.dtype == jnp.int8
+    for place, token in enumerate(DRAFTED):
+        found = take_column(part, 0, jnp.int32(place))
+        np.testing.assert_array_equal(found, take_column(table, 0, jnp.int32(token)))
+
+
 def test_a_file_gives_back_the_head(tmp_path, head, tiled):
     path = tmp_path / "head.safetensors"
     mtp = models.tile_mtp(head, is_quantized=True)
@@ -144,6 +157,10 @@ def test_a_head_of_another_target_is_refused(tmp_path, head, tiled):
     checkpoints.save_safetensors(path, {"a": np.zeros(1)})
     with pytest.raises(ValueError, match="not a draft head"):
         checkpoints.load_draft_head(path, tiled)
+    with pytest.raises(ValueError, match=r"params must be models\.TiledLlamaParams"):
+        checkpoints.load_draft_head(path, None)
+    with pytest.raises(ValueError, match=r"mtp must be models\.TiledMtpParams"):
+        checkpoints.save_draft_head(path, head)
 
 
 @pytest.mark.parametrize("draft_tokens", [[1, 1], [64], []])
