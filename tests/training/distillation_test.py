@@ -83,11 +83,11 @@ def test_bad_arguments_are_refused(parts):
     tables, head, states, _ = parts
     with pytest.raises(ValueError, match="objective must be one of"):
         training.distillation_loss(tables, head, states, objective="best")
-    short = (
-        dataclasses.replace(head),
-        training.TargetStates(
-            states.tokens[:, :4], states.hidden[:, :4], states.log_normalizer[:, :4]
-        ),
+    whole = dataclasses.replace(head, head=tables.head)
+    with pytest.raises(ValueError, match="mtp has tables of its own"):
+        training.distillation_loss(tables, whole, states)
+    short = training.TargetStates(
+        states.tokens[:, :4], states.hidden[:, :4], states.log_normalizer[:, :4]
     )
     with pytest.raises(ValueError, match="at least 5 tokens, got 4"):
-        training.distillation_loss(tables, *short)
+        training.distillation_loss(tables, head, short)
