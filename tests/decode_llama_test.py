@@ -76,7 +76,7 @@ def half_right_script(tokens):
 @pytest.mark.parametrize(
     ("name", "num_draft_tokens", "gate"),
     [
-        ("layer_skip", 3, gates.picked(0.05)),
+        pytest.param("layer_skip", 3, gates.picked(0.05), marks=pytest.mark.slow),
         pytest.param("suffix", 5, gates.always(), marks=pytest.mark.slow),
         pytest.param("scripted", 2, gates.always(), marks=pytest.mark.slow),
         ("scripted", 7, gates.always()),

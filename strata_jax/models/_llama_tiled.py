@@ -1,7 +1,7 @@
 """The llama family on tiled weights: the singleton's law of one token, at window speed.
 
-A window is run in groups of rows: a program for one row, one for up to four, one for up
-to eight, each with the layers of `_tiled_layer`.
+A window is run in groups of rows: programs for one row, for two, for up to four and for
+up to eight, each with the layers of `_tiled_layer`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from strata_jax.models._tiles import (
 
 # Rows of a window that share a pass over the weights. A group is computed by the
 # smallest of these programs that holds it; its other rows are computed in vain.
-_GROUPS = (1, 4, 8)
+_GROUPS = (1, 2, 4, 8)
 # Column blocks of the head in one product, so that partial sums stay in the cache.
 _HEAD_BLOCKS = 512
 

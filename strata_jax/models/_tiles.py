@@ -9,6 +9,7 @@ order for another number of rows.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import flax.struct
@@ -289,16 +290,21 @@ def _add_chunks(parts: jax.Array) -> jax.Array:
     sizes = range(1, min(_MOST_AT_ONCE, max(num_chunks // 2, 1)) + 1)
     size = max(size for size in sizes if num_chunks % size == 0)
 
+    shape = parts.shape[1:]
+    # In one dimension, which XLA makes vectors of whatever the number of rows is.
+    length = (math.prod(shape),)
+
     def add(step: jax.Array, total: jax.Array) -> jax.Array:
         for place in range(size):
             index = step * size + place
-            total = total + lax.dynamic_index_in_dim(parts, index, keepdims=False)
+            part = lax.dynamic_index_in_dim(parts, index, keepdims=False)
+            total = total + part.reshape(length)
         return total
 
     # A loop, so that XLA makes the parts before it adds them.
-    return lax.fori_loop(
-        jnp.int32(0), jnp.int32(num_chunks // size), add, jnp.zeros_like(parts[0])
-    )
+    empty = jnp.zeros(length, parts.dtype)
+    steps = jnp.int32(num_chunks // size)
+    return lax.fori_loop(jnp.int32(0), steps, add, empty).reshape(shape)
 
 
 def take_column(tiles: Tiles, layer: int, column: jax.Array) -> jax.Array:

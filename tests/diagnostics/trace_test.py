@@ -83,6 +83,7 @@ def test_windows_continue_the_text():
     assert trace.settings["max_new_tokens"] == NUM_TOKENS
 
 
+@pytest.mark.slow  # decode_test.py has the same on a small model
 def test_traced_and_untraced_programs_emit_the_same_tokens_and_bits():
     decoder, params = bundled_decoder("token")
     tokens, trace = bundled_trace("token")

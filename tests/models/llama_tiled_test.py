@@ -24,6 +24,13 @@ CONFIG = models.LlamaConfig(
 TEXT = np.random.default_rng(5).integers(0, 300, 134).astype(np.int32)
 
 
+def slow(*values):
+    return [
+        pytest.param(*np.atleast_1d(value).tolist(), marks=pytest.mark.slow)
+        for value in values
+    ]
+
+
 @pytest.fixture(scope="module")
 def params():
     return models.random_params(CONFIG, jax.random.key(3))
@@ -47,21 +54,29 @@ def all_rows(params, text, max_length=256, width=1):
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("width", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_rows_are_those_of_one_token_bit_for_bit(tiled, width):
-    target = targets.singleton(CONFIG, max_length=256, prefill_chunk=width + 3)
+@pytest.mark.parametrize(
+    ("width", "length", "chunk"), [(2, 40, 12), *slow((4, 40, 7), (8, 134, 11))]
+)
+def test_rows_are_those_of_one_token_bit_for_bit(tiled, width, length, chunk):
+    text = TEXT[:length]
+    target = targets.singleton(CONFIG, max_length=256, prefill_chunk=chunk)
     counts = testing.check_target(
-        target, tiled, TEXT, max_width=width, poison=testing.poison_cache
+        target, tiled, text, max_width=width, poison=testing.poison_cache
     )
-    assert counts["widths"] == width * len(TEXT)
-    assert counts["rejections"] >= len(TEXT)
+    assert counts["widths"] == width * length
+    assert counts["rejections"] >= length
 
 
-@pytest.mark.slow
-def test_windows_of_up_to_eight_rows_have_the_bits_of_one_token(tiled):
-    alone = all_rows(tiled, TEXT)
-    for width in (5, 8):
-        np.testing.assert_array_equal(all_rows(tiled, TEXT, width=width), alone)
+@pytest.fixture(scope="module")
+def alone(tiled):
+    return all_rows(tiled, TEXT)
+
+
+@pytest.mark.parametrize("width", [2, 3, *slow(5, 8)])
+def test_windows_across_blocks_of_attention_have_the_bits_of_one_token(
+    tiled, alone, width
+):
+    np.testing.assert_array_equal(all_rows(tiled, TEXT, width=width), alone)
 
 
 def test_products_of_several_rows_fail_the_same_check(tiled, monkeypatch):
@@ -82,11 +97,11 @@ def test_products_of_several_rows_fail_the_same_check(tiled, monkeypatch):
         testing.check_target(target, tiled, TEXT[:24])
 
 
-def test_it_is_the_model_that_it_was_made_of(params, tiled):
-    found, expected = all_rows(tiled, TEXT), all_rows(params, TEXT)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+def test_it_is_the_model_that_it_was_made_of(params, alone):
+    expected = all_rows(params, TEXT)
+    np.testing.assert_allclose(alone, expected, rtol=0, atol=2e-4)
     # Another order of additions, hence other bits: never mix the two in one run.
-    assert (found != expected).any()
+    assert (alone != expected).any()
 
 
 def test_an_untied_head_is_used(params):
@@ -103,10 +118,8 @@ def test_an_untied_head_is_used(params):
     np.testing.assert_allclose(rows[1], rows[0], rtol=0, atol=2e-4)
 
 
-def test_bits_do_not_depend_on_the_capacity_of_the_cache(tiled):
-    np.testing.assert_array_equal(
-        all_rows(tiled, TEXT, max_length=256), all_rows(tiled, TEXT, max_length=140)
-    )
+def test_bits_do_not_depend_on_the_capacity_of_the_cache(tiled, alone):
+    np.testing.assert_array_equal(all_rows(tiled, TEXT, max_length=140), alone)
 
 
 def test_weights_that_do_not_fit_are_refused(params, tiled):
