@@ -23,6 +23,7 @@ PACKAGES = (
     "strata_jax.audit.negative_controls",
     "strata_jax.checkpoints",
     "strata_jax.diagnostics",
+    "strata_jax.diagnostics.cost",
     "strata_jax.drafters",
     "strata_jax.experts",
     "strata_jax.gates",

@@ -1,5 +1,9 @@
-"""Diagnostics: acceptance, divergences between laws, row parity, trace and replay."""
+"""Diagnostics: acceptance, divergences between laws, row parity, trace and replay.
 
+`diagnostics.cost` measures and predicts speed.
+"""
+
+from strata_jax.diagnostics import cost as cost
 from strata_jax.diagnostics._acceptance import AcceptanceSummary as AcceptanceSummary
 from strata_jax.diagnostics._acceptance import RowMasses as RowMasses
 from strata_jax.diagnostics._acceptance import row_masses as row_masses
