@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+_PIECES = 16  # of a row that are added in one pass; a power of two
+
 
 def halving_sum(values: jax.Array) -> jax.Array:
     """Sums the last axis by adding its second half to its first, repeatedly.
@@ -26,8 +28,15 @@ def halving_sum(values: jax.Array) -> jax.Array:
     padding = [(0, 0)] * (values.ndim - 1) + [(0, width - size)]
     values = jnp.pad(values, padding)
     while width > 1:
-        width //= 2
-        values = values[..., :width] + values[..., width:]
+        # Several halvings in one pass over the row.
+        count = min(_PIECES, width)
+        width //= count
+        pieces = [values[..., i * width : (i + 1) * width] for i in range(count)]
+        while count > 1:
+            count //= 2
+            pairs = zip(pieces[:count], pieces[count:], strict=True)
+            pieces = [first + second for first, second in pairs]
+        values = pieces[0]
     return values[..., 0]
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from strata_jax import _checks
+from strata_jax._largest import first_largest
 from strata_jax._status import Status
 from strata_jax._sums import halving_sum
 from strata_jax._types import (
@@ -169,10 +170,8 @@ def build_proposal(
         is_attempted = draft.is_available & is_valid & is_gate_valid & attempt
 
         if draft_rule == "argmax":
-            largest = jnp.argmax(probs)
-            drawn_from = (
-                jnp.arange(vocab_size, dtype=largest.dtype) == largest
-            ).astype(dtype)
+            places = jnp.arange(vocab_size, dtype=jnp.int32)
+            drawn_from = (places == first_largest(probs)).astype(dtype)
         else:
             drawn_from = probs
         token = draw_token(drawn_from, draft_uniforms[row])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from strata_jax import _checks
+from strata_jax._largest import first_largest
 from strata_jax._precision import at_least_float32
 from strata_jax._status import Status
 from strata_jax._sums import doubling_sum, halving_sum
@@ -218,6 +219,6 @@ def _tempered(
     divisor = jnp.where(is_greedy, jnp.ones_like(temperature), temperature)
     weights = jnp.where(keep, jnp.exp((logits - largest) / divisor), 0)
     probs = weights / halving_sum(weights)
-    best = jnp.argmax(logits)
-    greedy = jnp.arange(logits.shape[0], dtype=best.dtype) == best
+    best = first_largest(logits, largest)
+    greedy = jnp.arange(logits.shape[0], dtype=jnp.int32) == best
     return jnp.where(is_greedy, greedy.astype(probs.dtype), probs)
