@@ -54,7 +54,7 @@ def load_model(name: str, *, is_tiled: bool = False) -> Model:
         tries; or the path of a GGUF file or of a folder with safetensors and
         tokenizer.json.
       is_tiled: whether to keep a GGUF file's weights as they are stored, in tiles:
-        faster, and rounded in another order.
+        faster, and rounded in another order; SmolLM2 then has its draft head.
     """
     if name in ("bundled", "tiny"):
         path = checkpoints.bundled_path()
@@ -76,10 +76,14 @@ def load_model(name: str, *, is_tiled: bool = False) -> Model:
         tokenizer = checkpoints.load_tokenizer_json(path)
         files = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
     else:
-        load = checkpoints.load_gguf_tiled if is_tiled else checkpoints.load_gguf
-        config, params = load(path)
         tokenizer = checkpoints.load_gguf_tokenizer(path)
         files = [path]
+        if name == "smollm2" and is_tiled:
+            config, params = checkpoints.load_smollm2()
+            files.append(checkpoints.smollm2_draft_head_path())
+        else:
+            load = checkpoints.load_gguf_tiled if is_tiled else checkpoints.load_gguf
+            config, params = load(path)
     hashes = {file.name: file_sha256(file) for file in files}
     return Model(name, config, params, tokenizer, hashes)
 

@@ -1,15 +1,16 @@
 """Are law and bits on this machine's device what they are elsewhere?
 
 For a machine with an accelerator: it needs no network and runs from the source tree.
-The first line names the versions and the device. At matmul precision "default" and
-"highest", in float32, on the bundled model:
+The first line names the versions and the device. On the bundled model, in float32 at
+matmul precision "default" and "highest", and (widths and speed) in bfloat16:
 
   widths  windows of 1 to 8 tokens, by a program with room for 8, against the program
           for one token, bit for bit, for `targets.singleton`; `targets.batched` is the
           control;
   law     the first token after a prompt over many seeds against p, by a chi-square
           test, for the repaired gate; the control is the original system, with the
-          unaccounted gate and rows in shared products.
+          unaccounted gate and rows in shared products;
+  speed   tokens per second, plain and drafted by the model's own head.
 
   python experiments/backend_check.py --platform cuda --out /tmp/backend
   python experiments/backend_check.py --out /tmp/smoke --smoke
@@ -17,6 +18,8 @@ The first line names the versions and the device. At matmul precision "default" 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.metadata
 import pathlib
 import sys
@@ -42,7 +45,7 @@ from _models import Model, load_model
 from _results import Results
 
 import strata_jax as strata
-from strata_jax import diagnostics, targets
+from strata_jax import diagnostics, drafters, gates, models, targets, verifiers
 
 _TEXT = "ROMEO. Good morrow, cousin. Is the day so young? But new struck nine."
 _LAW_PROMPT = "The King is d"
@@ -105,6 +108,46 @@ def _check_law(model: Model, num_seeds: int) -> dict[str, Any]:
     return found
 
 
+def _check_speed(model: Model) -> dict[str, Any]:
+    """Tokens per second, plain and speculative, the best of three requests each."""
+    prompt = model.tokenizer.encode(_TEXT)
+    num_tokens = 32 if _SMOKE.value else 256
+    target = targets.singleton(
+        model.config, max_length=len(prompt) + num_tokens + _CAPACITY
+    )
+    speculative = strata.speculative_decoder(
+        target,
+        drafters.mtp(num_draft_tokens=3),
+        gates.picked(_THRESHOLD.value),
+        verifiers.token(),
+    )
+    found = {}
+    for name, decoder in (
+        ("plain", strata.ancestral_decoder(target)),
+        ("speculative", speculative),
+    ):
+        speeds = []
+        for seed in range(4):  # the first compiles
+            state = decoder.init(
+                model.params, prompt, seed=seed, max_new_tokens=num_tokens
+            )
+            jax.block_until_ready(state)
+            began = time.perf_counter()
+            while int(state.finish_reason) == strata.FinishReason.RUNNING:
+                state, _ = strata.decode(decoder, model.params, state, 32)
+            seconds = time.perf_counter() - began
+            speeds.append(len(strata.output_tokens(state)) / seconds)
+        found[name] = {"tokens_per_second": max(speeds[1:])}
+    return found
+
+
+def _in_bfloat16(model: Model) -> Model:
+    params = models.unpack_model_experts(model.params)
+    return dataclasses.replace(
+        model, params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    )
+
+
 def _run() -> int:
     device = jax.devices()[0]
     names = ("jax", "jaxlib", "flax")
@@ -122,22 +165,29 @@ def _run() -> int:
     }
     results = Results("backend_check", settings, variant=device.platform)
     faults, rows = [], []
-    for precision in ("default",) if _SMOKE.value else ("default", "highest"):
-        for name in ("widths", "law"):
+    checks = {
+        "widths": _check_widths,
+        "law": functools.partial(_check_law, num_seeds=num_seeds),
+        "speed": _check_speed,
+    }
+    plan = {"default": ("widths", "law", "speed")}
+    if not _SMOKE.value:
+        plan |= {"highest": ("widths", "law"), "bfloat16": ("widths", "speed")}
+    for precision, names in plan.items():
+        is_bfloat16 = precision == "bfloat16"
+        for name in names:
             part = f"{name}, {precision}"
             if part in results.parts:
                 continue
             began = time.monotonic()
-            with jax.default_matmul_precision(precision):
-                found = (
-                    _check_widths(model)
-                    if name == "widths"
-                    else _check_law(model, num_seeds)
-                )
+            subject = _in_bfloat16(model) if is_bfloat16 else model
+            with jax.default_matmul_precision("default" if is_bfloat16 else precision):
+                found = checks[name](subject)
             seconds = time.monotonic() - began
             print(f"{part}: {seconds:.0f} s", file=sys.stderr, flush=True)
             results.keep(part, {"seconds": seconds, **found})
-        widths, law = (results.parts[f"{x}, {precision}"] for x in ("widths", "law"))
+        parts = {name: results.parts[f"{name}, {precision}"] for name in names}
+        widths = parts["widths"]
         for name in ("singleton", "batched"):
             pairs = [widths[name][str(width)] for width in _WIDTHS]
             num_equal, total = (sum(column) for column in zip(*pairs, strict=True))
@@ -146,7 +196,12 @@ def _run() -> int:
                 faults.append(f"{precision}: {total - num_equal} rows differ")
             if name == "batched" and num_equal == total:
                 faults.append(f"{precision}: the control does not differ")
-        for name in ("repaired", "original"):
+        if "speed" in parts:
+            for name in ("plain", "speculative"):
+                speed = parts["speed"][name]["tokens_per_second"]
+                rows.append([f"speed, {name}", precision, f"{speed:.1f} tokens/s"])
+        for name in ("repaired", "original") if "law" in parts else ():
+            law = parts["law"]
             p_value = law[name]["p_value"]
             rows.append([f"law, {name}", precision, f"p-value {p_value:.2g}"])
             if name == "repaired" and p_value < _FALSE_ALARM:

@@ -28,7 +28,7 @@ from _models import load_model
 from _results import Results
 from absl import flags
 
-from strata_jax import models
+from strata_jax import checkpoints, models
 
 _WIDTHS = (1, 2, 4, 8)
 _POSITION = 100
@@ -88,7 +88,7 @@ def _load() -> tuple[Any, dict[str, Any]]:
     else:
         model = load_model("smollm2")
         config, params = model.config, model.params
-        packed = load_model("smollm2", is_tiled=True).params
+        _, packed = checkpoints.load_gguf_tiled(checkpoints.find_smollm2())
     systems = {"tiled, float32": models.tile_params(config, params)}
     if packed is not None:
         systems["tiled, packed"] = packed

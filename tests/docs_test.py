@@ -14,6 +14,7 @@ import strata_jax as strata
 ROOT = pathlib.Path(__file__).parents[1]
 HOW_TO = (
     "audit_a_rule",
+    "choose_a_policy",
     "new_drafter",
     "new_gate",
     "place_experts",
@@ -74,6 +75,11 @@ def test_a_rule_is_audited_and_its_control_fails(capsys):
 def test_an_nnx_model_is_wrapped_bit_by_bit(capsys):
     assert run_page("docs/how_to/wrap_a_model.md", {}) == 2
     assert "'widths'" in capsys.readouterr().out
+
+
+def test_a_policy_is_chosen(capsys):
+    assert run_page("docs/how_to/choose_a_policy.md", {}) == 1
+    assert capsys.readouterr().out.count("tokens/s") == 3
 
 
 def test_a_trace_is_replayed_and_a_run_resumed(tmp_path, monkeypatch):
@@ -158,4 +164,5 @@ def test_every_package_has_a_page_of_the_reference():
         for name in pattern.findall(page.read_text("utf-8"))
     ]
     packages = [f"strata_jax.{name}".rstrip(".") for name in public_api_test.PACKAGES]
-    assert sorted(found) == sorted([*packages, "strata_jax.audit.negative_controls"])
+    modules = ["strata_jax.audit.negative_controls", "strata_jax.diagnostics.cost"]
+    assert sorted(found) == sorted([*packages, *modules])

@@ -20,6 +20,10 @@ from strata_jax.checkpoints._packed_model import save_packed_model as save_packe
 from strata_jax.checkpoints._safetensors import read_metadata as read_metadata
 from strata_jax.checkpoints._safetensors import read_safetensors as read_safetensors
 from strata_jax.checkpoints._safetensors import save_safetensors as save_safetensors
+from strata_jax.checkpoints._smollm2 import load_smollm2 as load_smollm2
+from strata_jax.checkpoints._smollm2 import (
+    smollm2_draft_head_path as smollm2_draft_head_path,
+)
 from strata_jax.checkpoints._tokenizer import DecodeStream as DecodeStream
 from strata_jax.checkpoints._tokenizer import Tokenizer as Tokenizer
 from strata_jax.checkpoints._tokenizer_json import (

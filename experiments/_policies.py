@@ -1,0 +1,79 @@
+"""Decoders for the policies of `diagnostics.cost`, and drafters to choose from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from _models import Model
+
+import strata_jax as strata
+from strata_jax import drafters, gates, targets
+from strata_jax.diagnostics import cost
+
+# Most drafts in a window by drafter: a row of a lookup costs nothing to draft.
+MOST_DRAFTS = {"mtp": 3, "suffix": 7, "both": 7}
+
+
+def build_drafter(model: Model, name: str, num_draft_tokens: int) -> strata.Drafter:
+    """Returns a drafter.
+
+    Args:
+      model: the model; "mtp" and "both" need its draft head.
+      name: "mtp", the draft head; "suffix", lookup in the text; "both", the head, whose
+        chain the text's own continuation may take over or go on with.
+      num_draft_tokens: K.
+    """
+    if name == "suffix":
+        return drafters.suffix(
+            num_draft_tokens=num_draft_tokens, vocab_size=model.config.vocab_size
+        )
+    if name == "mtp":
+        return drafters.mtp(num_draft_tokens=num_draft_tokens)
+    drafted = min(num_draft_tokens, MOST_DRAFTS["mtp"])
+    return drafters.suffix_root(
+        drafters.mtp(num_draft_tokens=drafted),
+        num_lookup_tokens=num_draft_tokens - drafted,
+    )
+
+
+def build_decoder(
+    model: Model,
+    drafter: str,
+    policy: cost.Policy,
+    verifier: strata.Verifier,
+    max_length: int,
+) -> tuple[strata.SpeculativeDecoder, dict[str, float]]:
+    """Returns the decoder of a policy, and the settings of its gate for requests."""
+    target = targets.singleton(model.config, max_length=max_length)
+    if policy.gate == "none":
+        return strata.ancestral_decoder(target), {}
+    gate = getattr(gates, policy.gate)()
+    decoder = strata.speculative_decoder(
+        target, build_drafter(model, drafter, policy.num_draft_tokens), gate, verifier
+    )
+    settings = {}
+    if policy.threshold is not None:
+        settings = dict.fromkeys(gate.settings, policy.threshold)
+    return decoder, settings
+
+
+def describe(drafter: str, policy: cost.Policy) -> str:
+    """Returns a policy in a few words."""
+    if policy.gate == "none":
+        return "plain"
+    text = f"{drafter}, K {policy.num_draft_tokens}, {policy.gate}"
+    return text if policy.threshold is None else f"{text} {policy.threshold:.2f}"
+
+
+def as_json(drafter: str, found: cost.Prediction) -> dict[str, Any]:
+    """Returns a prediction as it goes into a report."""
+    policy = found.policy
+    return {
+        "drafter": drafter,
+        "gate": policy.gate,
+        "threshold": policy.threshold,
+        "num_draft_tokens": policy.num_draft_tokens,
+        "tokens_per_window": found.tokens_per_window,
+        "seconds_per_window": found.seconds_per_window,
+        "tokens_per_second": found.tokens_per_second,
+    }

@@ -1,0 +1,441 @@
+"""How fast is exact speculative decoding beside what people use, on the same weights?
+
+SmolLM2 writes answers, prose and repetitive texts, at temperatures 0 and 1: this
+library plain, with its draft head, with lookup in the text, and with both;
+`transformers` plain and with prompt lookup; and llama.cpp. All in one process, in turn
+and in another order each round, each system on the same prompts. The policies come from
+the cost model (`diagnostics.cost`), measured on other prompts before the first round;
+which of them it chooses, plain decoding among them, is marked. At temperature 0 the
+speculative systems must write the plain one's tokens. Then verification alone, beside
+other functions that run on a CPU.
+
+  python experiments/benchmark.py --out /tmp/benchmark
+  python experiments/benchmark.py --out /tmp/benchmark --smoke
+
+Results: benchmark.json and benchmark.png. Peers that are not installed are left out,
+and named: pip install torch transformers llama-cpp-python. Run it on a quiet machine;
+it takes about half an hour, and goes on after the last finished round if started again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _command_line import run_command, show_progress
+from _models import Model, load_model
+from _peers import LlamaCpp, OwnSystem, Transformers, num_cores, try_peers
+from _policies import MOST_DRAFTS, as_json, build_drafter, describe
+from _prompt_sets import PROMPT_SETS
+from _results import Results, figure
+from absl import flags
+
+import strata_jax as strata
+from strata_jax import checkpoints, targets, verifiers
+from strata_jax.diagnostics import cost
+
+_TEMPERATURES = (0.0, 1.0)
+_PLAIN = "own, plain"
+_VOCABULARIES = (49_152, 151_936)
+_NUM_VERIFIED = 7
+# Memory of threads that wait by spinning.
+_PAUSE = 0.3
+
+_SMOKE = flags.DEFINE_bool(
+    "smoke", False, "Two rounds of a few tokens, repetitive texts, no peers."
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds over all systems.", 2)
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 96, "Tokens of a text.", 8)
+_MAX_LENGTH = flags.DEFINE_integer(
+    "max_length", 256, "Longest context, prompt included.", 64
+)
+
+
+def _encode(model: Model, text: str, is_chat: bool) -> list[int]:
+    if not is_chat:
+        return model.tokenizer.encode(text)
+    assert isinstance(model.tokenizer, checkpoints.Tokenizer)
+    chat = [{"role": "user", "content": text}]
+    rendered = model.tokenizer.apply_chat_template(chat)
+    return model.tokenizer.encode(rendered, affixes=False)
+
+
+def _set_names() -> list[str]:
+    return ["repetitive"] if _SMOKE.value else list(PROMPT_SETS)
+
+
+def _num_tokens() -> int:
+    return 16 if _SMOKE.value else _MAX_NEW_TOKENS.value
+
+
+def _calibrate(model: Model) -> dict[str, Any]:
+    """Costs of each drafter, and each cell's best policy with it."""
+    target = targets.singleton(model.config, max_length=_MAX_LENGTH.value)
+    names = [n for n in MOST_DRAFTS if model.has_draft_head or n == "suffix"]
+    # Of the length that texts have in the mean, and with something to look up.
+    text = PROMPT_SETS["repetitive"].calibration[-1]
+    prompt = (_encode(model, text, False) * 8)[: 48 + _num_tokens() // 2]
+    costs, policies = {}, {}
+    cells = [(s, t) for s in _set_names() for t in _TEMPERATURES]
+    with show_progress(0, len(names) * len(cells), "calibration") as show:
+        done = 0
+        for name in names:
+            drafter = build_drafter(model, name, MOST_DRAFTS[name])
+            found = cost.measure(target, drafter, model.params, prompt, temperature=1.0)
+            costs[name] = dataclasses.asdict(found)
+            for set_name, temperature in cells:
+                prompts = PROMPT_SETS[set_name]
+                records = cost.record(
+                    target,
+                    drafter,
+                    model.params,
+                    [
+                        _encode(model, prompt, prompts.is_chat)
+                        for prompt in prompts.calibration
+                    ],
+                    max_new_tokens=_num_tokens(),
+                    temperature=temperature,
+                    eos_ids=model.tokenizer.eos_ids,
+                )
+                ranked = cost.choose(found, records)
+                cell = policies.setdefault(f"{set_name}, {temperature:g}", {})
+                cell["plain"] = as_json("", _only(ranked, is_plain=True))
+                cell[name] = as_json(name, _only(ranked, is_plain=False))
+                done += 1
+                show(done, name)
+    return {"costs": costs, "policies": policies}
+
+
+def _only(ranked: list[cost.Prediction], is_plain: bool) -> cost.Prediction:
+    return next(found for found in ranked if (found.policy.gate == "none") == is_plain)
+
+
+def _policy(found: dict[str, Any]) -> cost.Policy:
+    return cost.Policy(found["gate"], found["threshold"], found["num_draft_tokens"])
+
+
+@functools.cache
+def _own(model_name: str, drafter: str, policy: cost.Policy) -> OwnSystem:
+    is_tiled_float32 = model_name == "float32"
+    model = _float32_tiled() if is_tiled_float32 else _packed()
+    return OwnSystem(model, drafter, policy, verifiers.token(), _MAX_LENGTH.value)
+
+
+@functools.cache
+def _packed() -> Model:
+    return load_model("smollm2", is_tiled=True)
+
+
+@functools.cache
+def _float32() -> Model:
+    return load_model("smollm2")
+
+
+@functools.cache
+def _float32_tiled() -> Model:
+    from strata_jax import models
+
+    model = _float32()
+    params = models.tile_params(model.config, model.params)
+    return dataclasses.replace(model, params=params)
+
+
+def _make_peers() -> tuple[dict[str, Any], dict[str, str]]:
+    if _SMOKE.value:
+        return {}, {}
+    shared: dict[str, Any] = {}
+
+    def plain() -> Transformers:
+        shared["plain"] = Transformers(_float32(), is_lookup=False)
+        return shared["plain"]
+
+    return try_peers(
+        {
+            "transformers": plain,
+            "transformers, lookup": lambda: Transformers(
+                _float32(), is_lookup=True, shared=shared.get("plain")
+            ),
+            "llama.cpp": lambda: LlamaCpp(
+                checkpoints.find_smollm2(), _MAX_LENGTH.value
+            ),
+        }
+    )
+
+
+def _systems(
+    peers: dict[str, Any], policies: dict[str, Any]
+) -> dict[str, Callable[[], Any]]:
+    """Systems of a cell by name, made when they are needed."""
+    plain = cost.Policy("none", None, 0)
+    found: dict[str, Callable[[], Any]] = {
+        _PLAIN: lambda: _own("packed", "", plain),
+    }
+    if not _SMOKE.value:
+        found["own, plain, float32"] = lambda: _own("float32", "", plain)
+    for name in policies:
+        if name != "plain":
+            policy = _policy(policies[name])
+            found[f"own, {name}"] = functools.partial(_own, "packed", name, policy)
+    for name, peer in peers.items():
+        found[name] = lambda peer=peer: peer
+    return found
+
+
+def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
+    """All systems of all cells on one prompt of each set."""
+    part: dict[str, Any] = {}
+    order = np.random.default_rng(number)
+    model = _packed()
+    for set_name in _set_names():
+        prompts = PROMPT_SETS[set_name]
+        text = prompts.measured[number % len(prompts.measured)]
+        prompt = _encode(model, text, prompts.is_chat)
+        for temperature in _TEMPERATURES:
+            cell = f"{set_name}, {temperature:g}"
+            systems = _systems(peers, policies[cell])
+            names = list(systems)
+            runs = {}
+            for index in order.permutation(len(names)):
+                system = systems[names[index]]()
+                if number == 0:
+                    # The first text of a system compiles, and reads its files.
+                    system.run(prompt, temperature, number, 12)
+                time.sleep(_PAUSE)
+                runs[names[index]] = system.run(
+                    prompt, temperature, number, _num_tokens()
+                )
+            part[cell] = {
+                name: {
+                    "tokens_per_second": run.num_timed / max(run.seconds, 1e-9),
+                    "num_tokens": len(run.tokens),
+                    "tokens_equal_plain": run.tokens == runs[_PLAIN].tokens,
+                }
+                for name, run in sorted(runs.items())
+            }
+    return part
+
+
+def _verification() -> dict[str, Any]:
+    """Seconds to verify seven drafts, p and q given, by function and vocabulary."""
+    found: dict[str, Any] = {}
+    for vocab_size in _VOCABULARIES[:1] if _SMOKE.value else _VOCABULARIES:
+        rng = np.random.default_rng(vocab_size)
+        logits = rng.normal(0, 3, (2, _NUM_VERIFIED + 1, vocab_size))
+        logits = logits.astype(np.float32)
+        functions: dict[str, Callable[[], Any]] = {"own": _own_verification(logits)}
+        theirs = None if _SMOKE.value else _transformers_verification(logits)
+        if theirs is not None:
+            functions["transformers"] = theirs
+        probs = jax.nn.softmax(jnp.asarray(logits), axis=-1)
+        total = jax.jit(lambda probs: jnp.sum(probs, axis=-1))
+        functions["reading p and q once"] = lambda total=total, probs=probs: total(
+            probs
+        ).block_until_ready()
+        seconds: dict[str, list[float]] = {name: [] for name in functions}
+        for number in range(40):
+            for index in np.random.default_rng(number).permutation(len(functions)):
+                name = list(functions)[index]
+                began = time.perf_counter()
+                functions[name]()
+                seconds[name].append(time.perf_counter() - began)
+        found[str(vocab_size)] = {name: values[5:] for name, values in seconds.items()}
+    return found
+
+
+def _own_verification(logits: np.ndarray) -> Callable[[], Any]:
+    p, q = jax.nn.softmax(jnp.asarray(logits), axis=-1)
+    verifier = verifiers.token()
+    draws = verifier.draw(jax.random.key(0), jnp.int32(0), jnp.int32(0), _NUM_VERIFIED)
+    proposal = strata.Proposal(
+        tokens=jnp.argmax(q[:-1], axis=-1).astype(jnp.int32),
+        measure=q[:-1],
+        kind=jnp.full(_NUM_VERIFIED, strata.RowKind.OFFERED.value, jnp.int32),
+    )
+    verify = jax.jit(verifier.verify)
+    return lambda: jax.block_until_ready(verify(draws, p, proposal))
+
+
+def _transformers_verification(logits: np.ndarray) -> Callable[[], Any] | None:
+    try:
+        torch = importlib.import_module("torch")
+        generation = importlib.import_module("transformers.generation.utils")
+    except ImportError:
+        return None
+    sample = generation._speculative_sampling
+    p, q = torch.tensor(logits[:, None])
+    drafts = q[:, :-1].argmax(dim=-1)
+    # As it is called: ids of the text with the drafts behind it.
+    return lambda: sample(drafts, q[:, :-1], _NUM_VERIFIED, p, is_done_candidate=False)
+
+
+def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    rounds = [part for name, part in parts.items() if name.startswith("round")]
+    policies = parts["calibration"]["policies"]
+    rows, chosen, faults = [], [], []
+    for cell, systems in policies.items():
+        best = max(systems, key=lambda name: systems[name]["tokens_per_second"])
+        chosen_name = _PLAIN if best == "plain" else f"own, {best}"
+        for name in rounds[0][cell]:
+            speeds = np.array(
+                [part[cell][name]["tokens_per_second"] for part in rounds]
+            )
+            plain = np.array(
+                [part[cell][_PLAIN]["tokens_per_second"] for part in rounds]
+            )
+            ratio = speeds / plain
+            key = "plain" if name == _PLAIN else name.removeprefix("own, ")
+            predicted = systems.get(key) if name.startswith("own, ") else None
+            is_chosen = name == chosen_name
+            own_mean = _mean_speed(rounds, cell, name)
+            rows.append(
+                [
+                    cell,
+                    name + (" (chosen)" if is_chosen else ""),
+                    describe(predicted["drafter"], _policy(predicted))
+                    if predicted
+                    else "",
+                    f"{np.median(speeds):.1f}",
+                    f"{speeds.min():.1f} to {speeds.max():.1f}",
+                    f"{np.median(ratio):.2f}",
+                    f"{ratio.min():.2f} to {ratio.max():.2f}",
+                    f"{predicted['tokens_per_second']:.1f}" if predicted else "",
+                    f"{predicted['tokens_per_second'] / own_mean:.2f}"
+                    if predicted
+                    else "",
+                ]
+            )
+            if is_chosen:
+                chosen.append([cell, name, f"{np.median(ratio):.2f}"])
+            is_own = name.startswith("own, ") and "float32" not in name
+            if cell.endswith(", 0") and is_own:
+                for number, part in enumerate(rounds):
+                    if not part[cell][name]["tokens_equal_plain"]:
+                        faults.append(f"{cell}, {name}, round {number}: other tokens")
+    tables = [
+        {
+            "title": "Tokens per second, median over rounds",
+            "columns": [
+                "texts, temperature",
+                "system",
+                "policy",
+                "tokens/s",
+                "range",
+                "to own plain",
+                "range",
+                "predicted",
+                "predicted to mean",
+            ],
+            "rows": rows,
+        },
+        {
+            "title": "What the cost model chose, beside plain decoding",
+            "columns": ["texts, temperature", "system", "to own plain"],
+            "rows": chosen,
+        },
+        {
+            "title": f"Verifying {_NUM_VERIFIED} drafts, milliseconds",
+            "columns": ["vocabulary", "function", "median", "range"],
+            "rows": [
+                [
+                    size,
+                    name,
+                    f"{np.median(values) * 1e3:.2f}",
+                    f"{min(values) * 1e3:.2f} to {max(values) * 1e3:.2f}",
+                ]
+                for size, functions in parts["verification"].items()
+                if size != "library_sha256"
+                for name, values in functions.items()
+            ],
+        },
+    ]
+    return tables, faults
+
+
+def _speeds(rounds: list[Any], cell: str, name: str) -> np.ndarray:
+    return np.array([part[cell][name]["tokens_per_second"] for part in rounds])
+
+
+def _mean_speed(rounds: list[Any], cell: str, name: str) -> float:
+    """All tokens over all seconds."""
+    tokens = [part[cell][name]["num_tokens"] for part in rounds]
+    speeds = _speeds(rounds, cell, name)
+    return sum(tokens) / sum(t / s for t, s in zip(tokens, speeds, strict=True))
+
+
+def _draw(results: Results) -> dict[str, str]:
+    rounds = [part for name, part in results.parts.items() if name.startswith("round")]
+    cells = [cell for cell in rounds[0] if cell != "library_sha256"]
+    names = list(dict.fromkeys(name for cell in cells for name in rounds[0][cell]))
+    path = results.folder / f"{results.name}.png"
+    with figure(path, figsize=(10, 4.5)) as (_, axes):
+        width = 0.8 / len(names)
+        for place, name in enumerate(names):
+            speeds = np.array([_speeds(rounds, cell, name) for cell in cells])
+            middle = np.median(speeds, axis=1)
+            error = [middle - speeds.min(axis=1), speeds.max(axis=1) - middle]
+            at = np.arange(len(cells)) + (place - len(names) / 2 + 0.5) * width
+            axes.bar(
+                at, middle, width, yerr=error, label=name, error_kw={"linewidth": 0.8}
+            )
+        axes.set_xticks(
+            np.arange(len(cells)), [c.replace(", ", "\nT = ") for c in cells]
+        )
+        axes.set_ylabel("tokens per second")
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.legend(fontsize="small", ncols=2)
+    alt = (
+        "Bars of tokens per second for each kind of text and temperature, one for each "
+        "system, with the range over rounds"
+    )
+    return {"file": path.name, "alt": alt}
+
+
+def _run() -> int:
+    settings = {
+        "smoke": _SMOKE.value,
+        "max_new_tokens": _num_tokens(),
+        "max_length": _MAX_LENGTH.value,
+        "prompts": {
+            name: dataclasses.asdict(PROMPT_SETS[name]) for name in _set_names()
+        },
+    }
+    results = Results("benchmark", settings)
+    num_rounds = 2 if _SMOKE.value else _ROUNDS.value
+    if "calibration" not in results.parts:
+        results.keep("calibration", _calibrate(_packed()))
+    policies = results.parts["calibration"]["policies"]
+    wanted = [f"round {number}" for number in range(num_rounds)]
+    todo = [name for name in wanted if name not in results.parts]
+    if todo:
+        peers, missing = _make_peers()
+        for name, reason in missing.items():
+            print(f"{name} is left out: {reason}")
+        versions = {
+            name: peer.version
+            for name, peer in peers.items()
+            if hasattr(peer, "version")
+        }
+        with show_progress(num_rounds - len(todo), num_rounds, "round") as show:
+            for name in todo:
+                part = _round(wanted.index(name), peers, policies)
+                results.keep(name, part)
+                show(wanted.index(name) + 1, "")
+        results.keep(
+            "peers", {"versions": versions, "missing": missing, "cores": num_cores()}
+        )
+    if "verification" not in results.parts:
+        results.keep("verification", _verification())
+    tables, faults = _tables(results.parts)
+    return results.finish(tables, faults, [_draw(results)])
+
+
+if __name__ == "__main__":
+    run_command(_run)
