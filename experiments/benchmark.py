@@ -45,8 +45,10 @@ _TEMPERATURES = (0.0, 1.0)
 _PLAIN = "own, plain"
 _VOCABULARIES = (49_152, 151_936)
 _NUM_VERIFIED = 7
-# Memory of threads that wait by spinning.
+# Seconds before a system runs, for the threads of the one before may wait by spinning.
 _PAUSE = 0.3
+# Systems that ran before in this process.
+_warm: set[tuple[str, int]] = set()
 
 _SMOKE = flags.DEFINE_bool(
     "smoke", False, "Two rounds of a few tokens, repetitive texts, no peers."
@@ -204,9 +206,10 @@ def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
             runs = {}
             for index in order.permutation(len(names)):
                 system = systems[names[index]]()
-                if number == 0:
-                    # The first text of a system compiles, and reads its files.
+                if (names[index], id(system)) not in _warm:
+                    # The first text of a system compiles.
                     system.run(prompt, temperature, number, 12)
+                    _warm.add((names[index], id(system)))
                 time.sleep(_PAUSE)
                 runs[names[index]] = system.run(
                     prompt, temperature, number, _num_tokens()

@@ -112,7 +112,11 @@ _THRESHOLD = flags.DEFINE_float(
     "The gate's number: a probability, or nats for entropy; the default is 0.3.",
 )
 _NUM_DRAFT_TOKENS = flags.DEFINE_integer(
-    "num_draft_tokens", 3, "Most drafts in a window.", lower_bound=1
+    "num_draft_tokens",
+    None,
+    "Most drafts in a window; the default is 3, but 1 for SmolLM2's draft head: on "
+    "packed weights, rows cost more than its later drafts are worth.",
+    lower_bound=1,
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the request.")
 _OUT = flags.DEFINE_string(
@@ -166,8 +170,10 @@ def _load_model() -> Model:
 
 
 def _build_drafter(model: Model, max_length: int) -> strata.Drafter:
-    num_draft_tokens = _NUM_DRAFT_TOKENS.value
     name = _DRAFTER.value or ("mtp" if model.has_draft_head else "suffix")
+    num_draft_tokens = _NUM_DRAFT_TOKENS.value
+    if num_draft_tokens is None:
+        num_draft_tokens = 1 if (model.name, name) == ("smollm2", "mtp") else 3
     if name == "none":
         return drafters.none()
     if name in ("mtp", "suffix_root"):

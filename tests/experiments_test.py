@@ -28,6 +28,7 @@ def generate(*arguments, timeout=300):
 
 TINY = ("--model", "tiny", "--drafter", "mtp")
 BUNDLED = ("--drafter", "mtp")
+PACKED = ("--model", "smollm2")
 SMOLLM2 = (
     *("--model", "smollm2", "--drafter", "layer_skip", "--layers", "0,1,2,11,28,29"),
 )
@@ -38,6 +39,7 @@ SMOLLM2 = (
     [
         TINY,
         pytest.param(BUNDLED, marks=pytest.mark.slow),
+        pytest.param(PACKED, marks=pytest.mark.slow),
         pytest.param(SMOLLM2, marks=pytest.mark.slow),
     ],
 )
@@ -103,7 +105,10 @@ REFUSED = [
         ],
         "needs --weights float32",
     ),
-    (["--prompt", "a", "--drafter", "mtp", "--model", "smollm2"], "no draft head"),
+    (
+        ["--prompt=a", "--drafter=mtp", "--model=smollm2", "--weights=float32"],
+        "no draft head",
+    ),
 ]
 
 

@@ -1,6 +1,8 @@
 """The contracts on a real language model, SmolLM2-135M-Instruct."""
 
+import hashlib
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,15 @@ import pytest
 from law_checks import gate_settings, library_gates, one_of
 
 import strata_jax as strata
-from strata_jax import checkpoints, drafters, targets, testing
+from strata_jax import (
+    checkpoints,
+    diagnostics,
+    drafters,
+    gates,
+    targets,
+    testing,
+    verifiers,
+)
 
 MAX_LENGTH = 256
 # All but one that states its admission for each of a few tokens.
@@ -63,7 +73,7 @@ def window_rows(target, params, text, width, max_width=8):
 
 @pytest.fixture(scope="module")
 def packed():
-    config, params = checkpoints.load_gguf_tiled(checkpoints.find_smollm2())
+    config, params = checkpoints.load_smollm2()
     tokenizer = checkpoints.load_gguf_tokenizer(checkpoints.find_smollm2())
     text = np.asarray(tokenizer.encode(TEXT)[:24], np.int32)
     return targets.singleton(config, max_length=MAX_LENGTH), params, text
@@ -72,10 +82,42 @@ def packed():
 def test_windows_on_packed_weights_have_the_bits_of_one_token(packed):
     target, params, text = packed
     alone = window_rows(target, params, text, 1, max_width=1)
-    for width in (3, 4):
+    for width in (2, 3, 4):
         rows = window_rows(target, params, text, width, max_width=4)
         np.testing.assert_array_equal(rows, alone)
-    print(f"\nrows of SmolLM2 equal to one token's: {2 * len(text)}")
+    print(f"\nrows of SmolLM2 equal to one token's: {3 * len(text)}")
+
+
+def test_the_draft_head_is_the_one_on_its_card():
+    path = checkpoints.smollm2_draft_head_path()
+    content = path.read_bytes()
+    card = path.with_suffix(".md").read_text("utf-8")
+    assert len(content) <= 10_000_000
+    assert hashlib.sha256(content).hexdigest() in card
+    assert hashlib.sha256(checkpoints.find_smollm2().read_bytes()).hexdigest() in card
+    (row,) = re.findall(r"\| all, temperature 1 \| (.*) \|", card)
+    overlaps = [float(value) for value in row.split("|")]
+    assert all(o >= least for o, least in zip(overlaps, (0.45, 0.3, 0.2), strict=True))
+
+
+@pytest.mark.slow
+def test_windows_drafted_by_the_head_are_those_of_plain_decoding(packed):
+    target, params, text = packed
+    decoder = strata.speculative_decoder(
+        target,
+        drafters.mtp(num_draft_tokens=3),
+        gates.picked(0.2),
+        verifiers.token(),
+    )
+    prompt = text[:12]
+    state = decoder.init(params, prompt, seed=1, temperature=0.8)
+    _, windows = strata.decode(decoder, params, state, 16, trace=True)
+    parity = diagnostics.compare_with_singleton(target, params, prompt, windows)
+    print(f"\nrows equal: {parity.num_equal} of {parity.num_rows}")
+    assert parity.num_equal == parity.num_rows >= 16
+    kinds = set(np.ravel(windows.proposal.kind).tolist())
+    assert kinds == {kind.value for kind in strata.RowKind}
+    assert diagnostics.summarize_acceptance(windows.verdict).num_accepted > 0
 
 
 @pytest.mark.slow

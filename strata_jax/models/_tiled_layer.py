@@ -223,45 +223,73 @@ def _attend(
     first_places = _PART * jnp.arange(parts, dtype=jnp.int32)
     places = first_places[:, None] + jnp.arange(_PART, dtype=jnp.int32)[None]
 
-    def rows_of(array: jax.Array, block: jax.Array, row: int) -> jax.Array:
-        place = (layer, zero, block * parts, jnp.int32(row), zero)
-        size = (1, num_kv, parts, 1, array.shape[-1])
-        return lax.dynamic_slice(array, place, size)[0, :, None, :, 0]
+    wide = (num_kv, groups, parts, width)
+    nothing = jnp.zeros(wide, FLOAT32)
 
-    def score(index: jax.Array, carry: Any) -> Any:
-        scores, largest = carry
+    def row_of(array: jax.Array, block: jax.Array, row: int) -> jax.Array:
+        """Row `row` of each part of a block, for all heads."""
+        place = (layer, zero, block * parts, jnp.int32(row), zero)
+        rows = lax.dynamic_slice(
+            array,
+            place,
+            (1, num_kv, parts, 1, array.shape[-1]),
+            allow_negative_indices=False,
+        )
+        size = (num_kv, groups, parts, array.shape[-1])
+        return lax.broadcast_in_dim(lax.squeeze(rows, (0, 3)), size, (0, 2, 3))
+
+    def score(index: jax.Array, scores: jax.Array) -> jax.Array:
         products = [
-            query[:, :, None, lane, None] * rows_of(cache.keys, index, lane)
+            lax.mul(
+                lax.broadcast_in_dim(
+                    lax.slice_in_dim(query, lane, lane + 1, axis=2), shape, (0, 1, 3)
+                ),
+                row_of(cache.keys, index, lane),
+            )
             for lane in range(width)
         ]
         is_visible = (index * _BLOCK + places <= position)[None, None]
         block = jnp.where(is_visible, chained_sum(products), -jnp.inf)
-        place = (zero, zero, index * parts, zero)
-        scores = lax.dynamic_update_slice(scores, block, place)
-        return scores, jnp.maximum(largest, block)
+        return lax.dynamic_update_slice(
+            scores, block, (zero, zero, index * parts, zero)
+        )
 
+    def scores_of(scores: jax.Array, index: jax.Array) -> jax.Array:
+        return lax.dynamic_slice(scores, (zero, zero, index * parts, zero), shape)
+
+    def compare(index: jax.Array, largest: jax.Array) -> jax.Array:
+        return jnp.maximum(largest, scores_of(scores, index))
+
+    scores = lax.fori_loop(0, num_blocks, score, scores)
+    # In a loop of its own: where a sum has two uses, XLA computes it twice.
     largest = jnp.full(shape, -jnp.inf, FLOAT32)
-    scores, largest = lax.fori_loop(0, num_blocks, score, (scores, largest))
+    largest = lax.fori_loop(0, num_blocks, compare, largest)
     largest = jnp.max(largest, axis=(2, 3), keepdims=True)
 
     def mix(index: jax.Array, carry: Any) -> Any:
         total, mixed = carry
-        place = (zero, zero, index * parts, zero)
-        weights = jnp.exp(lax.dynamic_slice(scores, place, shape) - largest)
+        weights = jnp.exp(scores_of(scores, index) - largest)
+        is_visible = index * _BLOCK + places <= position
 
         def value(row: int) -> jax.Array:
             # Weight 0 does not hide a NaN in a dead row; the row itself must go.
-            is_visible = index * _BLOCK + first_places + row <= position
-            rows = rows_of(cache.values, index, row)
-            return jnp.where(is_visible[None, None, :, None], rows, 0)
+            is_row_visible = lax.broadcast_in_dim(
+                lax.slice_in_dim(is_visible, row, row + 1, axis=1), wide, (2, 3)
+            )
+            return lax.select(is_row_visible, row_of(cache.values, index, row), nothing)
 
-        products = [weights[..., row, None] * value(row) for row in range(_PART)]
+        products = [
+            lax.mul(
+                lax.broadcast_in_dim(
+                    lax.slice_in_dim(weights, row, row + 1, axis=3), wide, (0, 1, 2, 3)
+                ),
+                value(row),
+            )
+            for row in range(_PART)
+        ]
         return total + weights, mixed + chained_sum(products)
 
-    carry = (
-        jnp.zeros(shape, FLOAT32),
-        jnp.zeros((num_kv, groups, parts, width), FLOAT32),
-    )
+    carry = (jnp.zeros(shape, FLOAT32), nothing)
     total, mixed = lax.fori_loop(0, num_blocks, mix, carry)
     joined = mixed[:, :, 0]
     for part in range(1, parts):

@@ -251,24 +251,29 @@ def multiply(
     width = all_blocks if num_blocks is None else num_blocks
     dtype = rows.states.dtype
 
-    def weights(row: int) -> jax.Array:
-        place = (layer, zero, start, jnp.int32(row), zero)
-        size = (1, num_chunks, width, 1, TILE_COLUMNS)
-        return lax.dynamic_slice(tiles.values, place, size)[0].astype(dtype)
+    shape = (num_chunks, width, rows.states.shape[1], TILE_COLUMNS)
 
-    def block(array: jax.Array) -> jax.Array:
-        place = (layer, zero, start, zero)
-        size = (1, num_chunks, width, TILE_COLUMNS)
-        return lax.dynamic_slice(array, place, size)[0, :, :, None]
+    def part_of(array: jax.Array, *row: int) -> jax.Array:
+        """The layer's chunks and blocks, of one row where there are rows."""
+        place = (layer, zero, start, *map(jnp.int32, row), zero)
+        size = (1, num_chunks, width, *(1 for _ in row), TILE_COLUMNS)
+        part = lax.dynamic_slice(array, place, size, allow_negative_indices=False)
+        return lax.squeeze(part, (0, 3) if row else (0,))
 
-    products = [
-        rows.states[:, None, :, row, None] * weights(row) for row in range(TILE_ROWS)
-    ]
-    parts = chained_sum(products)  # [C, B, T, 8]
+    def product(row: int) -> jax.Array:
+        # Of `lax`, since hundreds of jnp's operations take seconds to trace.
+        state = lax.slice_in_dim(rows.states, row, row + 1, axis=2)
+        weights = part_of(tiles.values, row).astype(dtype)
+        return lax.mul(
+            lax.broadcast_in_dim(state, shape, (0, 2, 3)),
+            lax.broadcast_in_dim(weights, shape, (0, 1, 3)),
+        )
+
+    parts = chained_sum([product(row) for row in range(TILE_ROWS)])
     if tiles.scale is not None:
-        parts = parts * block(tiles.scale)
+        parts = parts * part_of(tiles.scale)[:, :, None]
     if tiles.offset is not None:
-        parts = parts + rows.sums[:, None, :, None] * block(tiles.offset)
+        parts = parts + rows.sums[:, None, :, None] * part_of(tiles.offset)[:, :, None]
     total = jnp.swapaxes(_add_chunks(parts), 0, 1)
     total = total.reshape(total.shape[0], -1)
     return total[:, : tiles.num_columns] if num_blocks is None else total
@@ -278,9 +283,11 @@ def chained_sum(terms: Sequence[jax.Array]) -> jax.Array:
     """Adds arrays in four chains, term i to chain i mod 4, and then the chains."""
     chains = list(terms[:_CHAINS])
     for index, term in enumerate(terms[_CHAINS:]):
-        chains[index % _CHAINS] = chains[index % _CHAINS] + term
+        chains[index % _CHAINS] = lax.add(chains[index % _CHAINS], term)
     while len(chains) > 1:
-        chains = [a + b for a, b in zip(chains[::2], chains[1::2], strict=True)]
+        chains = [
+            lax.add(*pair) for pair in zip(chains[::2], chains[1::2], strict=True)
+        ]
     return chains[0]
 
 
