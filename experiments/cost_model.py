@@ -144,10 +144,7 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     costs = [
         [
             name,
-            *(
-                f"{found[key] * 1e3:.2f}"
-                for key in ("plain", "window", "draft_call", "accepted")
-            ),
+            *(f"{found[key] * 1e3:.2f}" for key in ("plain", "window", "draft_call")),
             ", ".join(f"{value * 1e3:.1f}" for value in found["offered"][1:]),
         ]
         for name, found in parts["prediction"]["costs"].items()
@@ -160,7 +157,6 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                 "plain",
                 "v0",
                 "c",
-                "an accepted draft",
                 "1, 2, ... offered rows",
             ],
             "rows": costs,

@@ -53,7 +53,6 @@ class WindowCosts:
       plain: a window of plain decoding, without a drafter.
       window: v0, a window of the drafter's decoder that attempts no row.
       draft_call: c, for each attempted row.
-      accepted: for each accepted draft, over which the drafter catches up.
       offered: `[K + 1]`, for so many offered rows together; the first is 0.
       residual: the largest relative error of these numbers at what they were fitted to.
     """
@@ -61,7 +60,6 @@ class WindowCosts:
     plain: float
     window: float
     draft_call: float
-    accepted: float
     offered: tuple[float, ...]
     residual: float
 
@@ -195,7 +193,7 @@ def measure(
     plain_start = plain.init(params, prompt, **settings)
     seconds = np.zeros((rounds + 1, len(mixtures)))
     plain_seconds = np.zeros(rounds + 1)
-    features = np.zeros((len(mixtures), 3 + num_drafts))
+    features = np.zeros((len(mixtures), 2 + num_drafts))
     for number in range(rounds + 1):  # the first compiles
         plain_seconds[number], _ = _time_windows(plain, params, plain_start)
         for place in np.random.default_rng(number).permutation(len(mixtures)):
@@ -226,7 +224,7 @@ def _counting_gate() -> Gate:
 def _time_windows(
     decoder: SpeculativeDecoder, params: Any, start: Any
 ) -> tuple[float, np.ndarray]:
-    """Seconds of one call, and what happened in it: windows, calls, accepted, rows."""
+    """Seconds of one call, and what happened in it: windows, calls, offered rows."""
     # The state is given away.
     state = jax.block_until_ready(jax.tree.map(jnp.copy, start))
     began = time.perf_counter()
@@ -240,7 +238,6 @@ def _time_windows(
     counts = [
         ran.sum(),
         (kind != RowKind.ABSENT)[ran].sum(),
-        np.asarray(verdicts.num_accepted)[ran].sum(),
         *((num_offered == row).sum() for row in range(1, kind.shape[1] + 1)),
     ]
     return seconds, np.asarray(counts, float)
@@ -249,8 +246,8 @@ def _time_windows(
 def _fit(plain: float, features: np.ndarray, seconds: np.ndarray) -> WindowCosts:
     """Least squares over what happened in each call."""
     seen = np.flatnonzero(features.sum(axis=0))
-    num_drafts = features.shape[1] - 3
-    rows = [row for row in range(1, num_drafts + 1) if 2 + row in seen]
+    num_drafts = features.shape[1] - 2
+    rows = [row for row in range(1, num_drafts + 1) if 1 + row in seen]
     if not rows:
         raise ValueError(
             "prompt: the drafter offered nothing behind it; give one that it can draft "
@@ -261,7 +258,7 @@ def _fit(plain: float, features: np.ndarray, seconds: np.ndarray) -> WindowCosts
     found = np.zeros(features.shape[1])
     found[seen] = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0]
     residual = float(np.abs(features @ found / seconds - 1).max())
-    known = np.concatenate([[0.0], found[[2 + row for row in rows]]])
+    known = np.concatenate([[0.0], found[[1 + row for row in rows]]])
     offered = np.interp(np.arange(num_drafts + 1), [0, *rows], known)
     beyond = np.arange(num_drafts + 1) > rows[-1]
     offered[beyond] *= np.arange(num_drafts + 1)[beyond] / rows[-1]
@@ -269,7 +266,6 @@ def _fit(plain: float, features: np.ndarray, seconds: np.ndarray) -> WindowCosts
         plain=plain,
         window=float(found[0]),
         draft_call=float(found[1]),
-        accepted=float(found[2]),
         offered=tuple(float(value) for value in offered),
         residual=residual,
     )
@@ -387,7 +383,6 @@ def predict(costs: WindowCosts, records: DraftRecords, policy: Policy) -> Predic
     seconds = (
         costs.window
         + costs.draft_call * calls.mean()
-        + costs.accepted * accepted
         + np.asarray(costs.offered)[rows].mean()
     )
     return Prediction(

@@ -245,7 +245,9 @@ def multiply(
 
     Exactness: a row is a function of that row, whatever T.
     """
-    _, num_chunks, all_blocks, _, _ = tiles.values.shape
+    num_layers, num_chunks, all_blocks, _, _ = tiles.values.shape
+    if num_layers == 1 and first_block is None and all_blocks > 1:
+        return _multiply_halves(rows, tiles, layer)
     zero = jnp.int32(0)
     start = zero if first_block is None else first_block
     width = all_blocks if num_blocks is None else num_blocks
@@ -277,6 +279,30 @@ def multiply(
     total = jnp.swapaxes(_add_chunks(parts), 0, 1)
     total = total.reshape(total.shape[0], -1)
     return total[:, : tiles.num_columns] if num_blocks is None else total
+
+
+def _multiply_halves(rows: TiledRows, tiles: Tiles, layer: jax.Array) -> jax.Array:
+    """Multiplies with the only matrix there is, in two steps.
+
+    Where neither layer nor columns are to be found at run time, XLA counts the whole
+    matrix as read for each of a tile's rows, takes the product for one that waits for
+    memory, and leaves it to one core.
+    """
+    all_blocks = tiles.values.shape[2]
+    half = -(-all_blocks // 2)
+
+    def columns(step: jax.Array, total: jax.Array) -> jax.Array:
+        # The second step may go back over a block that is there already: the same bits.
+        block = jnp.minimum(step * half, all_blocks - half)
+        piece = multiply(rows, tiles, layer, block, half)
+        return lax.dynamic_update_slice(
+            total, piece, (jnp.int32(0), block * TILE_COLUMNS)
+        )
+
+    shape = (rows.states.shape[1], all_blocks * TILE_COLUMNS)
+    total = jnp.zeros(shape, rows.states.dtype)
+    total = lax.fori_loop(jnp.int32(0), jnp.int32(2), columns, total)
+    return total[:, : tiles.num_columns]
 
 
 def chained_sum(terms: Sequence[jax.Array]) -> jax.Array:

@@ -26,12 +26,11 @@ def drafter_of(probs, num_draft_tokens=NUM_DRAFTS):
     )
 
 
-def costs(num_drafts, *, call=0.0, row=0.0, accepted=0.0, plain=1.0):
+def costs(num_drafts, *, call=0.0, row=0.0, plain=1.0):
     return cost.WindowCosts(
         plain=plain,
         window=1.0,
         draft_call=call,
-        accepted=accepted,
         offered=tuple(row * count for count in range(num_drafts + 1)),
         residual=0.0,
     )
@@ -77,14 +76,14 @@ def test_a_gate_of_the_drawn_token_ends_the_chain_where_it_drops():
     sure = np.array(list(itertools.product([0.9, 0.2], repeat=3)))
     policy = cost.Policy("picked", 0.5, 3)
     drafts = records(np.full(sure.shape, 0.75), sure)
-    model = costs(3, call=0.25, row=0.5, accepted=0.125)
+    model = costs(3, call=0.25, row=0.5)
     found = cost.predict(model, drafts, policy)
     m, alpha = 0.5, 0.5 * 0.75
     assert found.calls_per_window == (1 - m**3) / (1 - m)
     assert found.offered_per_window == m * (1 - m**3) / (1 - m)
     expected = (1 - alpha**4) / (1 - alpha)
     assert abs(found.tokens_per_window - expected) < 1e-12
-    seconds = 1 + 0.25 * 1.75 + 0.5 * 0.875 + 0.125 * (expected - 1)
+    seconds = 1 + 0.25 * 1.75 + 0.5 * 0.875
     assert abs(found.seconds_per_window - seconds) < 1e-12
     # The same rule, but the doubtful token is offered and the chain then stops.
     stop = dataclasses.replace(policy, gate="include_then_stop")
@@ -208,28 +207,25 @@ def test_measured_costs_have_a_number_for_each_count_of_rows():
 
 
 def test_fitted_costs_are_those_that_the_windows_had():
-    # windows, calls, accepted, windows that offered 1, 2, 3 rows; none offered 2.
+    # windows, calls, windows that offered 1, 2, 3 rows; none offered 2.
     features = np.array(
         [
-            [8, 0, 0, 0, 0, 0],
-            [8, 8, 0, 0, 0, 0],
-            [8, 8, 3, 8, 0, 0],
-            [8, 24, 9, 0, 0, 8],
-            [8, 20, 5, 2, 0, 6],
+            [8, 0, 0, 0, 0],
+            [8, 8, 0, 0, 0],
+            [8, 8, 8, 0, 0],
+            [8, 24, 0, 0, 8],
+            [8, 20, 2, 0, 6],
         ],
         float,
     )
-    truth = np.array([2.0, 0.25, 0.125, 0.5, 0.0, 3.0])
+    truth = np.array([2.0, 0.25, 0.5, 0.0, 3.0])
     found = cost._fit(1.5, features, features @ truth)
     assert (found.plain, found.residual < 1e-9) == (1.5, True)
-    np.testing.assert_allclose(
-        [found.window, found.draft_call, found.accepted], truth[:3]
-    )
+    np.testing.assert_allclose([found.window, found.draft_call], truth[:2])
     np.testing.assert_allclose(found.offered, [0, 0.5, 1.75, 3.0], atol=1e-9)
     assert found.row == found.offered[-1] / 3
     # Where no window offered three, the last known row goes on.
-    features[3] = [8, 8, 5, 8, 0, 0]
-    found = cost._fit(1.5, features[:4], features[:4] @ truth)
+    found = cost._fit(1.5, features[:3], features[:3] @ truth)
     np.testing.assert_allclose(found.offered, [0, 0.5, 1.0, 1.5], atol=1e-9)
     with pytest.raises(ValueError, match="the drafter offered nothing"):
         cost._fit(1.5, features[:2], features[:2] @ truth)
