@@ -31,6 +31,7 @@ from strata_jax.models._tiles import (
     cut_tiles,
     empty_rows,
     multiply,
+    multiply_halves,
     one_row,
     quantize,
     set_row,
@@ -209,7 +210,7 @@ def tiled_draft_logits(mtp: TiledMtpParams, state: jax.Array) -> jax.Array:
     assert mtp.head is not None
     epsilon = mtp.config.norm_epsilon
     rows = norm_rows(state[None], mtp.final_norm, epsilon, one_row(state))
-    logits = multiply(rows, mtp.head, jnp.zeros((), jnp.int32))[0]
+    logits = multiply_halves(rows, mtp.head)[0]
     if mtp.draft_tokens is None:
         return logits
     everywhere = jnp.full(mtp.config.vocab_size, -jnp.inf, logits.dtype)

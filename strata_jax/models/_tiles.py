@@ -29,6 +29,8 @@ TILE_COLUMNS = 8
 _CHAINS = 4
 # Tiles above each other that are added in one step.
 _MOST_AT_ONCE = 9
+# Column blocks from which a matrix by itself is worth a second core.
+_MANY_BLOCKS = 256
 
 
 @flax.struct.dataclass
@@ -245,9 +247,7 @@ def multiply(
 
     Exactness: a row is a function of that row, whatever T.
     """
-    num_layers, num_chunks, all_blocks, _, _ = tiles.values.shape
-    if num_layers == 1 and first_block is None and all_blocks > 1:
-        return _multiply_halves(rows, tiles, layer)
+    _, num_chunks, all_blocks, _, _ = tiles.values.shape
     zero = jnp.int32(0)
     start = zero if first_block is None else first_block
     width = all_blocks if num_blocks is None else num_blocks
@@ -281,14 +281,27 @@ def multiply(
     return total[:, : tiles.num_columns] if num_blocks is None else total
 
 
-def _multiply_halves(rows: TiledRows, tiles: Tiles, layer: jax.Array) -> jax.Array:
-    """Multiplies with the only matrix there is, in two steps.
+def multiply_halves(rows: TiledRows, tiles: Tiles) -> jax.Array:
+    """Multiplies T rows with the only matrix of some tiles, a large one in two steps.
 
     Where neither layer nor columns are to be found at run time, XLA counts the whole
     matrix as read for each of a tile's rows, takes the product for one that waits for
     memory, and leaves it to one core.
+
+    Args:
+      rows: the rows.
+      tiles: one matrix.
+
+    Returns:
+      `[T, N]`.
+
+    Exactness: a row's bits may differ from those of `multiply`; for draft heads, which
+      are exact with any bits.
     """
     all_blocks = tiles.values.shape[2]
+    layer = jnp.int32(0)
+    if all_blocks < _MANY_BLOCKS:
+        return multiply(rows, tiles, layer)
     half = -(-all_blocks // 2)
 
     def columns(step: jax.Array, total: jax.Array) -> jax.Array:
