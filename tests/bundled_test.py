@@ -92,11 +92,15 @@ def test_it_writes_text_with_its_draft_head():
     assert summary.tokens_per_window > 1.2
 
 
-def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path):
+@pytest.mark.parametrize("num_layers", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_widths_rejections_prefill_and_batches(mixed, plain, tmp_path, num_layers):
     config, _ = checks.loaded()
+    config = dataclasses.replace(config, num_layers=num_layers)
     # Half of the text: it is scored once for each width and each rejected draft.
     tokens = plain[0][: NUM_TOKENS // 2]
-    params = checks.placed(mixed, ("host", "cold", "resident", "host"), tmp_path)
+    tiers = ("host", "cold", "resident", "host")[:num_layers]
+    some = dataclasses.replace(mixed, layers=mixed.layers[:num_layers])
+    params = checks.placed(some, tiers, tmp_path)
     target = targets.singleton(
         config, max_length=checks.MAX_LENGTH, num_cached_experts=3
     )

@@ -69,6 +69,7 @@ def test_generate_streams_verifies_and_reports(model, tmp_path):
     assert sum(statistics[part] for part in parts) == num_rows
 
 
+@pytest.mark.slow
 def test_generate_nothing():
     result = generate(
         *("--model", "tiny", "--prompt", "a", "--max_new_tokens", "0"),

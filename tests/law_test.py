@@ -147,7 +147,7 @@ EXACT_MATCH = {
 # One program each. Among the short tests every K is met with both verifiers, and both
 # draft rules of exact match.
 LONG = {
-    *[(4, 3, "token"), (3, 0, "token")],
+    *[(4, 1, "token"), (4, 3, "token"), (3, 0, "token")],
     *[(*sizes, "exact_match") for sizes in [(2, 1), (2, 2), (3, 0), (4, 2)]],
 }
 

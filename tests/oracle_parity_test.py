@@ -216,7 +216,17 @@ def same_verdicts(window, **changes):
 # (a) Verification.
 
 
-@pytest.mark.parametrize(("vocab_size", "num_drafts", "count"), _PLAN)
+# One program each.
+_LONG = {(3, 5), (16, 1), (16, 8), (257, 4), (4096, 8)}
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_drafts", "count"),
+    [
+        pytest.param(*plan, marks=[pytest.mark.slow] if plan[:2] in _LONG else [])
+        for plan in _PLAN
+    ],
+)
 def test_every_decision_equals_the_oracles(vocab_size, num_drafts, count):
     for seed, window in enumerate(windows_of(vocab_size, num_drafts, count)):
         found, wanted = list(by_library(window)), list(by_oracle(window))

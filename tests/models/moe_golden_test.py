@@ -76,7 +76,16 @@ def swap_two(array):
 
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("fault", ["normalization", "experts", "key_norm"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "normalization",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("experts", "key_norm")
+        ),
+    ],
+)
 def test_another_model_is_seen(path, folder, fault):
     config, params, prompt, logits = load(folder)
     if fault == "normalization":

@@ -64,7 +64,13 @@ def test_overlaps_are_those_of_the_whole_vocabulary(parts):
     np.testing.assert_allclose(loss, total, rtol=1e-4)
 
 
-@pytest.mark.parametrize("objective", training.OBJECTIVES)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        pytest.param(name, marks=[] if name == "overlap" else pytest.mark.slow)
+        for name in training.OBJECTIVES
+    ],
+)
 def test_every_objective_raises_the_overlap(parts, objective):
     tables, head, states, _ = parts
 
