@@ -51,8 +51,8 @@ class WindowCosts:
 
     Attributes:
       plain: a window of plain decoding, without a drafter.
-      window: v0, a window of the drafter's decoder that attempts no row.
-      draft_call: c, for each attempted row.
+      window: v0, a window of the drafter's decoder, without its rows.
+      draft_call: c, for each row that is drafted, offered or not.
       offered: `[K + 1]`, for so many offered rows together; the first is 0.
       residual: the largest relative error of these numbers at what they were fitted to.
     """
@@ -113,7 +113,7 @@ class Prediction:
     Attributes:
       policy: the policy.
       tokens_per_window: emitted tokens.
-      calls_per_window: attempted rows.
+      calls_per_window: drafted rows, the one that ends a chain included.
       offered_per_window: offered rows.
       seconds_per_window: their cost.
     """
@@ -142,8 +142,8 @@ def measure(
 ) -> WindowCosts:
     """Times windows of this target and drafter, with 0 to K drafts.
 
-    A gate that counts rows, and looks at nothing else, makes every mixture of draft
-    calls and offered rows, each from the same state. The machine should be quiet.
+    A gate that counts rows, and looks at nothing else, makes every mixture of drafted
+    and offered rows, each from the same state. The machine should be quiet.
 
     Args:
       target: the target.
@@ -183,12 +183,12 @@ def measure(
         draft_rule="sample",
         bit_exact=target.is_bit_exact,
     )
-    mixtures = [(0, 0)]
-    for row in range(1, num_drafts + 1):
-        mixtures += [(row, row - 1), (row, row)]
+    # Offered rows, and whether the chain stops there or at one more row that fails.
+    mixtures = [(offers, False) for offers in range(num_drafts)]
+    mixtures += [(offers, True) for offers in range(1, num_drafts + 1)]
     starts = [
-        decoder.init(params, prompt, attempts=attempts, admits=admits, **settings)
-        for attempts, admits in mixtures
+        decoder.init(params, prompt, offers=offers, stops=float(stops), **settings)
+        for offers, stops in mixtures
     ]
     plain_start = plain.init(params, prompt, **settings)
     seconds = np.zeros((rounds + 1, len(mixtures)))
@@ -197,32 +197,34 @@ def measure(
     for number in range(rounds + 1):  # the first compiles
         plain_seconds[number], _ = _time_windows(plain, params, plain_start)
         for place in np.random.default_rng(number).permutation(len(mixtures)):
-            found = _time_windows(decoder, params, starts[place])
+            found = _time_windows(
+                decoder, params, starts[place], stops=mixtures[place][1]
+            )
             seconds[number, place], features[place] = found
     of_plain = float(np.median(plain_seconds[1:])) / _WINDOWS_PER_CALL
     return _fit(of_plain, features, np.median(seconds[1:], axis=0))
 
 
 def _counting_gate() -> Gate:
-    """Attempts the first `attempts` rows of a window and admits the first `admits`."""
+    """Offers the first `offers` rows of a window; `stops` 1 tries none after them."""
 
     def decide(
         settings: Mapping[str, jax.Array], context: GateContext, draft_probs: jax.Array
     ) -> GateDecision:
-        ones = jnp.ones_like(draft_probs)
-        row = context.row.astype(settings["attempts"].dtype)
+        row = context.row.astype(settings["offers"].dtype)
+        ends = (row + 1 >= settings["offers"]) & (settings["stops"] > 0)
         return GateDecision(
-            attempt=row < settings["attempts"],
-            admit=jnp.where(row < settings["admits"], ones, 0),
-            go_on=ones > 0,
+            attempt=row < settings["offers"],
+            admit=jnp.ones_like(draft_probs),
+            go_on=jnp.full(draft_probs.shape, ~ends),
         )
 
     limits = GateSetting(None, 0.0, float("inf"))
-    return gates.gate(decide, settings={"attempts": limits, "admits": limits})
+    return gates.gate(decide, settings={"offers": limits, "stops": limits})
 
 
 def _time_windows(
-    decoder: SpeculativeDecoder, params: Any, start: Any
+    decoder: SpeculativeDecoder, params: Any, start: Any, *, stops: bool = False
 ) -> tuple[float, np.ndarray]:
     """Seconds of one call, and what happened in it: windows, calls, offered rows."""
     # The state is given away.
@@ -235,9 +237,14 @@ def _time_windows(
     kind, emitted = np.asarray(verdicts.kind), np.asarray(verdicts.num_emitted)
     ran = emitted > 0
     num_offered = (kind == RowKind.OFFERED).sum(axis=1)[ran]
+    # Another row was drafted, and failed: the gate or the drafter said no.
+    num_calls = np.minimum(num_offered + 1, kind.shape[1])
+    if stops:
+        wanted = num_offered.max(initial=0)
+        num_calls = np.where(num_offered == wanted, num_offered, num_calls)
     counts = [
         ran.sum(),
-        (kind != RowKind.ABSENT)[ran].sum(),
+        num_calls.sum(),
         *((num_offered == row).sum() for row in range(1, kind.shape[1] + 1)),
     ]
     return seconds, np.asarray(counts, float)
@@ -376,10 +383,10 @@ def predict(costs: WindowCosts, records: DraftRecords, policy: Policy) -> Predic
         return Prediction(policy, 1.0, 0.0, 0.0, costs.plain)
     if not len(records.is_drafted):
         raise ValueError("records are empty: record some requests first")
-    attempted, offered = _apply(records, policy)
+    drafted, offered = _apply(records, policy)
     survival = np.cumprod(records.acceptance[:, : policy.num_draft_tokens], axis=1)
     accepted = np.where(offered, survival, 0).sum(axis=1).mean()
-    calls, rows = attempted.sum(axis=1), offered.sum(axis=1)
+    calls, rows = drafted.sum(axis=1), offered.sum(axis=1)
     seconds = (
         costs.window
         + costs.draft_call * calls.mean()
@@ -429,7 +436,7 @@ def choose(
 
 
 def _apply(records: DraftRecords, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows `[n, K]` a policy attempts, and which of them it offers."""
+    """Which rows `[n, K]` are drafted under a policy, and which of them offered."""
     rows = slice(policy.num_draft_tokens)
     drafted = records.is_drafted[:, rows]
     everything = np.ones_like(drafted)
@@ -446,7 +453,7 @@ def _apply(records: DraftRecords, policy: Policy) -> tuple[np.ndarray, np.ndarra
     # A row is reached if all before it were offered and let the chain go on.
     before = np.cumprod(offers & goes_on, axis=1, dtype=int).astype(bool)
     reached = np.concatenate([everything[:, :1], before[:, :-1]], axis=1)
-    return reached & drafted & attempts, reached & offers
+    return reached, reached & offers
 
 
 def _thresholds(records: DraftRecords, name: str) -> list[float | None]:

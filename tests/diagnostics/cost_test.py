@@ -92,7 +92,7 @@ def test_a_gate_of_the_drawn_token_ends_the_chain_where_it_drops():
     assert stopped.tokens_per_window > found.tokens_per_window
 
 
-def test_a_gate_before_the_draw_saves_the_call():
+def test_a_gate_before_the_draw_costs_a_call_where_it_fails():
     sure = np.array([[0.9, 0.9], [0.55, 0.9], [0.9, 0.55], [0.55, 0.55]])
     drafts = records(np.ones((4, 2)), sure)
     for policy in (
@@ -100,7 +100,7 @@ def test_a_gate_before_the_draw_saves_the_call():
         cost.Policy("entropy", -np.log(0.7), 2),
     ):
         found = cost.predict(costs(2), drafts, policy)
-        assert found.calls_per_window == found.offered_per_window == 0.75
+        assert (found.calls_per_window, found.offered_per_window) == (1.5, 0.75)
 
 
 def test_plain_decoding_is_chosen_where_drafts_do_not_pay():
