@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from _models import Model
 
 import strata_jax as strata
-from strata_jax import drafters, gates, targets
+from strata_jax import drafters, gates, targets, verifiers
 from strata_jax.diagnostics import cost
 
 # Most drafts in a window by drafter: a row of a lookup costs nothing to draft.
 MOST_DRAFTS = {"mtp": 3, "suffix": 7, "both": 7}
 
 
-def build_drafter(model: Model, name: str, num_draft_tokens: int) -> strata.Drafter:
+def build_drafter(vocab_size: int, name: str, num_draft_tokens: int) -> strata.Drafter:
     """Returns a drafter.
 
     Args:
-      model: the model; "mtp" and "both" need its draft head.
+      vocab_size: of the model; for "mtp" and "both" it needs a draft head.
       name: "mtp", the draft head; "suffix", lookup in the text; "both", the head, whose
         chain the text's own continuation may take over or go on with.
       num_draft_tokens: K.
     """
     if name == "suffix":
-        return drafters.suffix(
-            num_draft_tokens=num_draft_tokens, vocab_size=model.config.vocab_size
-        )
+        return drafters.suffix(num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
     if name == "mtp":
         return drafters.mtp(num_draft_tokens=num_draft_tokens)
     drafted = min(num_draft_tokens, MOST_DRAFTS["mtp"])
@@ -44,17 +43,29 @@ def build_decoder(
     max_length: int,
 ) -> tuple[strata.SpeculativeDecoder, dict[str, float]]:
     """Returns the decoder of a policy, and the settings of its gate for requests."""
-    target = targets.singleton(model.config, max_length=max_length)
-    if policy.gate == "none":
-        return strata.ancestral_decoder(target), {}
-    gate = getattr(gates, policy.gate)()
-    decoder = strata.speculative_decoder(
-        target, build_drafter(model, drafter, policy.num_draft_tokens), gate, verifier
+    config = model.config
+    decoder = _decoder(
+        config, drafter, policy.gate, policy.num_draft_tokens, verifier.name, max_length
     )
-    settings = {}
-    if policy.threshold is not None:
-        settings = dict.fromkeys(gate.settings, policy.threshold)
-    return decoder, settings
+    if policy.threshold is None:
+        return decoder, {}
+    return decoder, dict.fromkeys(decoder.gate_settings, policy.threshold)
+
+
+@functools.cache
+def _decoder(
+    config: Any, drafter: str, gate: str, num_draft_tokens: int, rule: str, length: int
+) -> strata.SpeculativeDecoder:
+    """One decoder for all thresholds, hence one program."""
+    target = targets.singleton(config, max_length=length)
+    if gate == "none":
+        return strata.ancestral_decoder(target)
+    return strata.speculative_decoder(
+        target,
+        build_drafter(config.vocab_size, drafter, num_draft_tokens),
+        getattr(gates, gate)(),
+        getattr(verifiers, rule)(),
+    )
 
 
 def describe(drafter: str, policy: cost.Policy) -> str:

@@ -89,7 +89,7 @@ def _calibrate(model: Model) -> dict[str, Any]:
     with show_progress(0, len(names) * len(cells), "calibration") as show:
         done = 0
         for name in names:
-            drafter = build_drafter(model, name, MOST_DRAFTS[name])
+            drafter = build_drafter(model.config.vocab_size, name, MOST_DRAFTS[name])
             found = cost.measure(target, drafter, model.params, prompt, temperature=1.0)
             costs[name] = dataclasses.asdict(found)
             for set_name, temperature in cells:
@@ -414,6 +414,8 @@ def _run() -> int:
     num_rounds = 2 if _SMOKE.value else _ROUNDS.value
     if "calibration" not in results.parts:
         results.keep("calibration", _calibrate(_packed()))
+        # A process can hold a limited number of compiled programs.
+        jax.clear_caches()
     policies = results.parts["calibration"]["policies"]
     wanted = [f"round {number}" for number in range(num_rounds)]
     todo = [name for name in wanted if name not in results.parts]

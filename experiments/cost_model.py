@@ -71,7 +71,7 @@ def _predict(model: Model, max_length: int, num_tokens: int) -> dict[str, Any]:
     repeated = (prompts[-1] * 8)[: num_tokens // 2 + 48]
     part: dict[str, Any] = {"costs": {}, "predicted": {}, "chosen": {}}
     for name in ("mtp", "suffix"):
-        drafter = build_drafter(model, name, MOST_DRAFTS[name])
+        drafter = build_drafter(model.config.vocab_size, name, MOST_DRAFTS[name])
         costs = cost.measure(
             target, drafter, model.params, repeated, temperature=_TEMPERATURE.value
         )
