@@ -79,7 +79,7 @@ class _Times:
         self.times: list[float] = []
 
     def put(self, tokens: Any) -> None:
-        self.counts.append(int(np.size(tokens)))
+        self.counts.append(int(tokens.numel()))
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
