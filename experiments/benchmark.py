@@ -275,7 +275,7 @@ def _transformers_verification(logits: np.ndarray) -> Callable[[], Any] | None:
     p, q = torch.tensor(logits[:, None])
     drafts = q[:, :-1].argmax(dim=-1)
     # As it is called: ids of the text with the drafts behind it.
-    return lambda: sample(drafts, q[:, :-1], _NUM_VERIFIED, p, is_done_candidate=False)
+    return lambda: sample(drafts, q[:, :-1], _NUM_VERIFIED, p)
 
 
 def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
