@@ -13,6 +13,7 @@ PACKAGES = (
     "audit",
     "checkpoints",
     "diagnostics",
+    "diagnostics.cost",
     "drafters",
     "experts",
     "gates",

@@ -10,6 +10,7 @@ import pytest
 import strata_jax as strata
 from strata_jax import drafters, gates, targets, verifiers
 from strata_jax.diagnostics import cost
+from strata_jax.diagnostics.cost import _windows
 from strata_jax.targets import TabularParams
 
 VOCAB, NUM_DRAFTS = 5, 3
@@ -219,16 +220,16 @@ def test_fitted_costs_are_those_that_the_windows_had():
         float,
     )
     truth = np.array([2.0, 0.25, 0.5, 0.0, 3.0])
-    found = cost._fit(1.5, features, features @ truth)
+    found = _windows._fit(1.5, features, features @ truth)
     assert (found.plain, found.residual < 1e-9) == (1.5, True)
     np.testing.assert_allclose([found.window, found.draft_call], truth[:2])
     np.testing.assert_allclose(found.offered, [0, 0.5, 1.75, 3.0], atol=1e-9)
     assert found.row == found.offered[-1] / 3
     # Where no window offered three, the last known row goes on.
-    found = cost._fit(1.5, features[:3], features[:3] @ truth)
+    found = _windows._fit(1.5, features[:3], features[:3] @ truth)
     np.testing.assert_allclose(found.offered, [0, 0.5, 1.0, 1.5], atol=1e-9)
     with pytest.raises(ValueError, match="the drafter offered nothing"):
-        cost._fit(1.5, features[:2], features[:2] @ truth)
+        _windows._fit(1.5, features[:2], features[:2] @ truth)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +237,10 @@ def test_fitted_costs_are_those_that_the_windows_had():
     [
         (cost.Policy("sure", 0.1, 1), "policy.gate must be one of"),
         (cost.Policy("none", None, 1), "policy.num_draft_tokens must be 0"),
-        (cost.Policy("always", None, 0), r"in 1 \.\. 2"),
-        (cost.Policy("always", None, 3), r"in 1 \.\. 2"),
+        (cost.Policy("always", None, 0), "policy.num_draft_tokens must be at least 1"),
+        (cost.Policy("always", None, 3), "policy.num_draft_tokens must be at most 2"),
+        (cost.Policy("always", None, 1.5), "policy.num_draft_tokens must be an integ"),
+        (cost.Policy("picked", float("nan"), 1), r"policy.threshold must be in \[0, 1"),
         (cost.Policy("picked", None, 1), "must be a number for the gate picked"),
         (cost.Policy("always", 0.5, 1), "must be None for the gate always"),
     ],
@@ -260,6 +263,13 @@ def test_requests_that_cannot_be_measured_are_refused():
     renamed = verifiers.token()._replace(name="mine")
     with pytest.raises(ValueError, match=r"verifier mine: use verifiers\.token"):
         cost.record(target, drafter, params, [[0]], max_new_tokens=1, verifier=renamed)
+    with pytest.raises(ValueError, match=r"gate_names must be of .* got ..none"):
+        cost.choose(costs(2), records(np.ones((1, 2))), gate_names=["none", "top"])
+    broken = TabularParams(jnp.full(VOCAB, jnp.nan))
+    with pytest.raises(strata.DecodingError, match="NON_FINITE_LOGITS"):
+        cost.measure(
+            targets.tabular(VOCAB, max_length=512, order=0), drafter, broken, [0]
+        )
     empty = cost.record(target, drafter, params, [[0]], max_new_tokens=0)
     with pytest.raises(ValueError, match="records are empty"):
         cost.predict(costs(3), empty, cost.Policy("always", None, 1))
