@@ -7,6 +7,8 @@ import hashlib
 import pathlib
 from typing import Any
 
+import jax
+
 import strata_jax as strata
 from strata_jax import checkpoints, drafters, models
 
@@ -86,6 +88,36 @@ def load_model(name: str, *, is_tiled: bool = False) -> Model:
             config, params = load(path)
     hashes = {file.name: file_sha256(file) for file in files}
     return Model(name, config, params, tokenizer, hashes)
+
+
+def encode_prompt(
+    tokenizer: checkpoints.Tokenizer | checkpoints.ByteTokenizer,
+    text: str,
+    *,
+    is_chat: bool,
+) -> list[int]:
+    """Returns the token ids of a text, as it is or as a user's turn of a chat."""
+    if not is_chat:
+        return tokenizer.encode(text)
+    if isinstance(tokenizer, checkpoints.ByteTokenizer):
+        raise ValueError("--chat: the bundled model knows no chats; leave it out")
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    return tokenizer.encode(rendered, affixes=False)
+
+
+def small_llama(vocab_size: int) -> tuple[models.LlamaConfig, models.LlamaParams]:
+    """Returns a llama of two layers with random weights, for quick tries."""
+    config = models.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=256,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        tie_embeddings=True,
+    )
+    return config, models.random_params(config, jax.random.key(0))
 
 
 def own_drafter(model: Model, num_draft_tokens: int, max_length: int) -> strata.Drafter:

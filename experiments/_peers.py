@@ -46,11 +46,10 @@ class OwnSystem:
         model: Model,
         drafter: str,
         policy: cost.Policy,
-        verifier: strata.Verifier,
         max_length: int,
     ) -> None:
         self._decoder, self._settings = build_decoder(
-            model, drafter, policy, verifier, max_length
+            model, drafter, policy, max_length
         )
         self._model = model
 

@@ -39,13 +39,14 @@ def build_decoder(
     model: Model,
     drafter: str,
     policy: cost.Policy,
-    verifier: strata.Verifier,
     max_length: int,
 ) -> tuple[strata.SpeculativeDecoder, dict[str, float]]:
-    """Returns the decoder of a policy, and the settings of its gate for requests."""
-    config = model.config
+    """Returns the decoder of a policy, and the settings of its gate for requests.
+
+    It verifies by the token rule.
+    """
     decoder = _decoder(
-        config, drafter, policy.gate, policy.num_draft_tokens, verifier.name, max_length
+        model.config, drafter, policy.gate, policy.num_draft_tokens, max_length
     )
     if policy.threshold is None:
         return decoder, {}
@@ -54,17 +55,17 @@ def build_decoder(
 
 @functools.cache
 def _decoder(
-    config: Any, drafter: str, gate: str, num_draft_tokens: int, rule: str, length: int
+    config: Any, drafter: str, gate: str, num_draft_tokens: int, max_length: int
 ) -> strata.SpeculativeDecoder:
     """One decoder for all thresholds, hence one program."""
-    target = targets.singleton(config, max_length=length)
+    target = targets.singleton(config, max_length=max_length)
     if gate == "none":
         return strata.ancestral_decoder(target)
     return strata.speculative_decoder(
         target,
         build_drafter(config.vocab_size, drafter, num_draft_tokens),
         getattr(gates, gate)(),
-        getattr(verifiers, rule)(),
+        verifiers.token(),
     )
 
 

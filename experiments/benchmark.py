@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _command_line import run_command, show_progress
-from _models import Model, load_model
+from _models import Model, encode_prompt, load_model
 from _peers import LlamaCpp, OwnSystem, Transformers, num_cores, try_peers
 from _policies import MOST_DRAFTS, as_json, build_drafter, describe
 from _prompt_sets import PROMPT_SETS
@@ -38,7 +38,7 @@ from _results import Results, figure
 from absl import flags
 
 import strata_jax as strata
-from strata_jax import checkpoints, targets, verifiers
+from strata_jax import checkpoints, models, targets, verifiers
 from strata_jax.diagnostics import cost
 
 _TEMPERATURES = (0.0, 1.0)
@@ -60,15 +60,6 @@ _MAX_LENGTH = flags.DEFINE_integer(
 )
 
 
-def _encode(model: Model, text: str, is_chat: bool) -> list[int]:
-    if not is_chat:
-        return model.tokenizer.encode(text)
-    assert isinstance(model.tokenizer, checkpoints.Tokenizer)
-    chat = [{"role": "user", "content": text}]
-    rendered = model.tokenizer.apply_chat_template(chat)
-    return model.tokenizer.encode(rendered, affixes=False)
-
-
 def _set_names() -> list[str]:
     return ["repetitive"] if _SMOKE.value else list(PROMPT_SETS)
 
@@ -83,15 +74,24 @@ def _calibrate(model: Model) -> dict[str, Any]:
     names = [n for n in MOST_DRAFTS if model.has_draft_head or n == "suffix"]
     # Of the length that texts have in the mean, and with something to look up.
     text = PROMPT_SETS["repetitive"].calibration[-1]
-    prompt = (_encode(model, text, False) * 8)[: 48 + _num_tokens() // 2]
-    costs, policies = {}, {}
+    ids = encode_prompt(model.tokenizer, text, is_chat=False)
+    prompt = (ids * 8)[: 48 + _num_tokens() // 2]
+    sources = {
+        name: build_drafter(model.config.vocab_size, name, MOST_DRAFTS[name])
+        for name in names
+    }
+    costs = {
+        name: cost.measure(target, drafter, model.params, prompt, temperature=1.0)
+        for name, drafter in sources.items()
+    }
+    # One plain step for all, so that noise between them prefers none.
+    plain = float(np.median([found.plain for found in costs.values()]))
+    costs = {n: dataclasses.replace(found, plain=plain) for n, found in costs.items()}
+    policies: dict[str, Any] = {}
     cells = [(s, t) for s in _set_names() for t in _TEMPERATURES]
     with show_progress(0, len(names) * len(cells), "calibration") as show:
         done = 0
-        for name in names:
-            drafter = build_drafter(model.config.vocab_size, name, MOST_DRAFTS[name])
-            found = cost.measure(target, drafter, model.params, prompt, temperature=1.0)
-            costs[name] = dataclasses.asdict(found)
+        for name, drafter in sources.items():
             for set_name, temperature in cells:
                 prompts = PROMPT_SETS[set_name]
                 records = cost.record(
@@ -99,20 +99,23 @@ def _calibrate(model: Model) -> dict[str, Any]:
                     drafter,
                     model.params,
                     [
-                        _encode(model, prompt, prompts.is_chat)
-                        for prompt in prompts.calibration
+                        encode_prompt(model.tokenizer, text, is_chat=prompts.is_chat)
+                        for text in prompts.calibration
                     ],
                     max_new_tokens=_num_tokens(),
                     temperature=temperature,
                     eos_ids=model.tokenizer.eos_ids,
                 )
-                ranked = cost.choose(found, records)
+                ranked = cost.choose(costs[name], records)
                 cell = policies.setdefault(f"{set_name}, {temperature:g}", {})
                 cell["plain"] = as_json("", _only(ranked, is_plain=True))
                 cell[name] = as_json(name, _only(ranked, is_plain=False))
                 done += 1
                 show(done, name)
-    return {"costs": costs, "policies": policies}
+    return {
+        "costs": {name: dataclasses.asdict(found) for name, found in costs.items()},
+        "policies": policies,
+    }
 
 
 def _only(ranked: list[cost.Prediction], is_plain: bool) -> cost.Prediction:
@@ -127,7 +130,7 @@ def _policy(found: dict[str, Any]) -> cost.Policy:
 def _own(model_name: str, drafter: str, policy: cost.Policy) -> OwnSystem:
     is_tiled_float32 = model_name == "float32"
     model = _float32_tiled() if is_tiled_float32 else _packed()
-    return OwnSystem(model, drafter, policy, verifiers.token(), _MAX_LENGTH.value)
+    return OwnSystem(model, drafter, policy, _MAX_LENGTH.value)
 
 
 @functools.cache
@@ -142,8 +145,6 @@ def _float32() -> Model:
 
 @functools.cache
 def _float32_tiled() -> Model:
-    from strata_jax import models
-
     model = _float32()
     params = models.tile_params(model.config, model.params)
     return dataclasses.replace(model, params=params)
@@ -198,7 +199,7 @@ def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
     for set_name in _set_names():
         prompts = PROMPT_SETS[set_name]
         text = prompts.measured[number % len(prompts.measured)]
-        prompt = _encode(model, text, prompts.is_chat)
+        prompt = encode_prompt(model.tokenizer, text, is_chat=prompts.is_chat)
         for temperature in _TEMPERATURES:
             cell = f"{set_name}, {temperature:g}"
             systems = _systems(peers, policies[cell])

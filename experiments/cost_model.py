@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 from _command_line import run_command, show_progress
-from _models import Model, load_model
+from _models import Model, encode_prompt, load_model
 from _peers import OwnSystem
 from _policies import MOST_DRAFTS, as_json, build_drafter, describe
 from _prompt_sets import PROMPT_SETS
 from _results import Results
 from absl import flags
 
-from strata_jax import checkpoints, targets, verifiers
+from strata_jax import checkpoints, targets
 from strata_jax.diagnostics import cost
 
 _Policy = cost.Policy
@@ -53,15 +53,13 @@ _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of all requests.", 0.0)
 
 def _prompts(model: Model) -> list[list[int]]:
     """One prompt of each kind: the model's own text follows."""
+    has_chats = isinstance(model.tokenizer, checkpoints.Tokenizer)
     found = []
     for prompts in PROMPT_SETS.values():
+        is_chat = prompts.is_chat and has_chats
         text = prompts.calibration[0]
-        if prompts.is_chat and isinstance(model.tokenizer, checkpoints.Tokenizer):
-            chat = [{"role": "user", "content": text}]
-            text = model.tokenizer.apply_chat_template(chat)
-            found.append(model.tokenizer.encode(text, affixes=False))
-        else:
-            found.append(model.tokenizer.encode(text)[-96:])
+        ids = encode_prompt(model.tokenizer, text, is_chat=is_chat)
+        found.append(ids if is_chat else ids[-96:])
     return found
 
 
@@ -97,9 +95,7 @@ def _predict(model: Model, max_length: int, num_tokens: int) -> dict[str, Any]:
 
 def _measure(model: Model, max_length: int, num_tokens: int) -> dict[str, Any]:
     systems = {
-        describe(name, policy): OwnSystem(
-            model, name, policy, verifiers.token(), max_length
-        )
+        describe(name, policy): OwnSystem(model, name, policy, max_length)
         for name, policy in _POLICIES
     }
     prompts = _prompts(model)

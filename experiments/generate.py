@@ -22,12 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _command_line import describe_run, run_command, write_json
-from _models import SMOLLM2_DRAFT_LAYERS, Model, load_model
+from _models import SMOLLM2_DRAFT_LAYERS, Model, encode_prompt, load_model
 from absl import flags
 
 import strata_jax as strata
 from strata_jax import (
-    checkpoints,
     diagnostics,
     drafters,
     gates,
@@ -142,17 +141,6 @@ def _read_prompt() -> str:
         return pathlib.Path(_PROMPT_FILE.value).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompt_file {_PROMPT_FILE.value}: {error}") from error
-
-
-def _encode(
-    tokenizer: checkpoints.Tokenizer | checkpoints.ByteTokenizer, text: str
-) -> list[int]:
-    if not _CHAT.value:
-        return tokenizer.encode(text)
-    if isinstance(tokenizer, checkpoints.ByteTokenizer):
-        raise ValueError("--chat: the bundled model knows no chats; leave it out")
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    return tokenizer.encode(rendered, affixes=False)
 
 
 def _load_model() -> Model:
@@ -307,7 +295,7 @@ def _run() -> int:
     if _LAYERS.value is not None and _DRAFTER.value != "layer_skip":
         raise ValueError("--layers has no use without --drafter layer_skip")
     model = _load_model()
-    prompt = _encode(model.tokenizer, text)
+    prompt = encode_prompt(model.tokenizer, text, is_chat=_CHAT.value)
     limit = model.config.max_position
     max_length = min(2048, limit) if _MAX_LENGTH.value is None else _MAX_LENGTH.value
     if max_length > limit:

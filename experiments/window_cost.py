@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _command_line import run_command, show_progress
-from _models import load_model
+from _models import load_model, small_llama
 from _results import Results
 from absl import flags
 
@@ -73,17 +73,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 def _load() -> tuple[Any, dict[str, Any]]:
     """Returns the configuration and the weights by system."""
     if _SMOKE.value:
-        config = models.LlamaConfig(
-            vocab_size=512,
-            hidden_size=256,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=64,
-            intermediate_size=512,
-            tie_embeddings=True,
-        )
-        params = models.random_params(config, jax.random.key(0))
+        config, params = small_llama(512)
         packed = None
     else:
         model = load_model("smollm2")

@@ -23,6 +23,7 @@ from strata_jax import (
     verifiers,
 )
 from strata_jax.audit import negative_controls
+from strata_jax.checkpoints._bundled import bundled_file
 
 NUM_TOKENS = 128
 SEED = 3
@@ -57,6 +58,11 @@ def test_the_file_is_the_one_on_its_card():
     overlaps = re.findall(r"draft (\d), temperature 1 \| ([0-9.]+)", card)
     assert [name for name, _ in overlaps] == ["1", "2"]
     assert float(overlaps[0][1]) >= 0.60 and float(overlaps[1][1]) >= 0.40
+
+
+def test_a_missing_file_of_weights_names_its_script():
+    with pytest.raises(FileNotFoundError, match=r"train it with experiments/train_x"):
+        bundled_file("nothing.safetensors", "train_x.py")
 
 
 def test_load_bundled_gives_a_target_and_its_weights():

@@ -21,11 +21,20 @@ def bundled_path() -> pathlib.Path:
 
     Exactness: not concerned.
     """
-    path = pathlib.Path(__file__).parents[1] / "bundled" / "model.safetensors"
+    return bundled_file("model.safetensors", "train_bundled.py")
+
+
+def bundled_file(name: str, script: str) -> pathlib.Path:
+    """Returns the path of a file of weights that comes with the library.
+
+    Raises:
+      FileNotFoundError: if it is missing; names the script that trains it.
+    """
+    path = pathlib.Path(__file__).parents[1] / "bundled" / name
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: the bundled model is missing from this installation: install "
-            "strata-jax again, or train it with experiments/train_bundled.py"
+            f"{path} is missing from this installation: install strata-jax again, or "
+            f"train it with experiments/{script}"
         )
     return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+from strata_jax.checkpoints._bundled import bundled_file
 from strata_jax.checkpoints._draft_head import load_draft_head
 from strata_jax.checkpoints._gguf import find_smollm2
 from strata_jax.checkpoints._gguf_tiled import load_gguf_tiled
@@ -21,14 +22,7 @@ def smollm2_draft_head_path() -> pathlib.Path:
 
     Exactness: not concerned.
     """
-    folder = pathlib.Path(__file__).parents[1] / "bundled"
-    path = folder / "smollm2_draft_head.safetensors"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: the draft head is missing from this installation: install "
-            "strata-jax again, or train it with experiments/train_mtp.py"
-        )
-    return path
+    return bundled_file("smollm2_draft_head.safetensors", "train_mtp.py")
 
 
 def load_smollm2() -> tuple[LlamaConfig, TiledLlamaParams]:

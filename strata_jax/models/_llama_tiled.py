@@ -25,12 +25,12 @@ from strata_jax.models._tiled_layer import (
     place_group,
     run_layer,
 )
+from strata_jax.models._tiled_product import multiply
 from strata_jax.models._tiles import (
     TILE_COLUMNS,
     Tiles,
     check_tiles,
     cut_tiles,
-    multiply,
     take_column,
 )
 

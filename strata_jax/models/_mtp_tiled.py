@@ -23,18 +23,20 @@ from strata_jax.models._tiled_layer import (
     place_group,
     run_layer,
 )
-from strata_jax.models._tiles import (
+from strata_jax.models._tiled_product import (
     TiledRows,
-    Tiles,
-    check_tiles,
-    cut_packed_tiles,
-    cut_tiles,
     empty_rows,
     multiply,
     multiply_halves,
     one_row,
-    quantize,
     set_row,
+)
+from strata_jax.models._tiles import (
+    Tiles,
+    check_tiles,
+    cut_packed_tiles,
+    cut_tiles,
+    quantize,
     take_column,
     take_columns,
 )

@@ -2,7 +2,7 @@
 
 Vector work (norms, rotary, attention, activations) is done row by row, in loops whose
 bodies are the same for any number of rows; matrix products take all rows of a group,
-and each element of a product is an expression of one row (see `_tiles`).
+and each element of a product is an expression of one row (see `_tiled_product`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jax import lax
 
 from strata_jax.models._attention import rms_norm, rotary_angles, rotate
 from strata_jax.models._llama_params import LlamaConfig
-from strata_jax.models._tiles import (
+from strata_jax.models._tiled_product import (
     TiledRows,
-    Tiles,
     chained_sum,
     empty_rows,
     multiply,
     set_row,
 )
+from strata_jax.models._tiles import Tiles
 
 # Cache rows that one step of attention takes in, and that one sum takes in; both are
 # part of the arithmetic.

@@ -7,7 +7,13 @@ import pytest
 
 from strata_jax.experts import find_format
 from strata_jax.models import cut_packed_tiles, cut_tiles, quantize, read_matrix
-from strata_jax.models._tiles import empty_rows, multiply, set_row, take_column
+from strata_jax.models._tiled_product import (
+    empty_rows,
+    multiply,
+    multiply_halves,
+    set_row,
+)
+from strata_jax.models._tiles import take_column
 
 WIDTHS = range(1, 9)
 LAYER = 1
@@ -119,3 +125,32 @@ def test_quantized_entries_are_those_of_q8_0():
     codes, scales = read_matrix(tiles)
     np.testing.assert_array_equal(codes, values)
     np.testing.assert_array_equal(scales, scale)
+
+
+@pytest.mark.parametrize("num_columns", [2060, 2048, 300])
+def test_a_large_product_in_halves_has_all_its_columns(num_columns):
+    # 258 blocks of columns, of which the second half goes back over one; 256; and 38,
+    # which are not halved.
+    source = np.random.default_rng(num_columns)
+    values = source.integers(-127, 128, (256, num_columns)).astype(np.int8)
+    scale = source.uniform(0.01, 0.02, (8, num_columns)).astype(np.float32)
+    tiles = cut_packed_tiles([values], [scale])
+    state = source.standard_normal(256).astype(np.float32)
+
+    @jax.jit
+    def run(state, tiles):
+        rows = empty_rows(1, 256, jnp.dtype(jnp.float32))
+        ready = jax.lax.fori_loop(
+            0,
+            (state[0] != 7).astype(jnp.int32),
+            lambda _, r: set_row(r, 0, state),
+            rows,
+        )
+        return multiply_halves(ready, tiles)
+
+    matrix = values * np.repeat(scale.astype(np.float64), 32, axis=0)
+    found = np.asarray(run(state, tiles))
+    assert found.shape == (1, num_columns)
+    np.testing.assert_allclose(found[0], state @ matrix, rtol=0, atol=2e-3)
+    # Each column is another one: a half in the wrong place would be seen.
+    assert np.abs(np.diff(found[0])).min() > 0

@@ -1,0 +1,192 @@
+"""Products of a few rows with stored matrices, each row by itself, at streaming speed.
+
+A matrix is cut into tiles of 32 rows and 8 columns, so that one elementwise expression
+multiplies a tile with all rows of a window: a weight is read once for the window, and a
+row's numbers come from additions in a written order. XLA's own product picks another
+order for another number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from strata_jax.models._tiles import TILE_COLUMNS, TILE_ROWS, Tiles
+
+# Chains of additions in a tile; one alone would wait for itself.
+_CHAINS = 4
+# Tiles above each other that are added in one step.
+_MOST_AT_ONCE = 9
+# Column blocks from which a matrix by itself is worth a second core.
+_MANY_BLOCKS = 256
+
+
+@flax.struct.dataclass
+class TiledRows:
+    """Rows that are ready to be multiplied; they must come out of a loop.
+
+    XLA would otherwise compute them again for every column.
+    """
+
+    states: jax.Array  # [C, T, 32]
+    sums: jax.Array  # [C, T]
+
+
+def empty_rows(num_rows: int, size: int, dtype: jnp.dtype) -> TiledRows:
+    """Returns zeros for T rows `[K]`."""
+    chunks = -(-size // TILE_ROWS)
+    return TiledRows(
+        states=jnp.zeros((chunks, num_rows, TILE_ROWS), dtype),
+        sums=jnp.zeros((chunks, num_rows), dtype),
+    )
+
+
+def set_row(rows: TiledRows, row: jax.Array, state: jax.Array) -> TiledRows:
+    """Puts a state `[K]` into row `row`."""
+    padded = jnp.pad(state, (0, -state.shape[0] % TILE_ROWS))
+    chunks = padded.reshape(-1, TILE_ROWS)
+    sums = functools.reduce(jnp.add, [chunks[:, place] for place in range(TILE_ROWS)])
+    return TiledRows(
+        states=rows.states.at[:, row].set(chunks),
+        sums=rows.sums.at[:, row].set(sums),
+    )
+
+
+def one_row(state: jax.Array) -> jax.Array:
+    """Returns 1, [] int32, in a way that XLA cannot tell, so that a loop stays one."""
+    bits = lax.bitcast_convert_type(state.reshape(-1)[0], jnp.uint32)
+    counted = lax.population_count(bits | jnp.uint32(1)).astype(jnp.int32)
+    return jnp.minimum(counted, 1)
+
+
+def multiply(
+    rows: TiledRows,
+    tiles: Tiles,
+    layer: jax.Array,
+    first_block: jax.Array | None = None,
+    num_blocks: int | None = None,
+) -> jax.Array:
+    """Multiplies T rows with a layer's matrix, or with some of its column blocks.
+
+    Args:
+      rows: the rows.
+      tiles: the matrices.
+      layer: [] int32.
+      first_block: [] int32, of 8 columns each; None for all columns.
+      num_blocks: how many blocks, static.
+
+    Returns:
+      `[T, 8 * num_blocks]`, or `[T, N]` for all columns.
+
+    Exactness: a row is a function of that row, whatever T.
+    """
+    _, num_chunks, all_blocks, _, _ = tiles.values.shape
+    zero = jnp.int32(0)
+    start = zero if first_block is None else first_block
+    width = all_blocks if num_blocks is None else num_blocks
+    dtype = rows.states.dtype
+
+    shape = (num_chunks, width, rows.states.shape[1], TILE_COLUMNS)
+
+    def part_of(array: jax.Array, *row: int) -> jax.Array:
+        """The layer's chunks and blocks, of one row where there are rows."""
+        place = (layer, zero, start, *map(jnp.int32, row), zero)
+        size = (1, num_chunks, width, *(1 for _ in row), TILE_COLUMNS)
+        part = lax.dynamic_slice(array, place, size, allow_negative_indices=False)
+        return lax.squeeze(part, (0, 3) if row else (0,))
+
+    def product(row: int) -> jax.Array:
+        # Of `lax`, since hundreds of jnp's operations take seconds to trace.
+        state = lax.slice_in_dim(rows.states, row, row + 1, axis=2)
+        weights = part_of(tiles.values, row).astype(dtype)
+        return lax.mul(
+            lax.broadcast_in_dim(state, shape, (0, 2, 3)),
+            lax.broadcast_in_dim(weights, shape, (0, 1, 3)),
+        )
+
+    parts = chained_sum([product(row) for row in range(TILE_ROWS)])
+    if tiles.scale is not None:
+        parts = parts * part_of(tiles.scale)[:, :, None]
+    if tiles.offset is not None:
+        parts = parts + rows.sums[:, None, :, None] * part_of(tiles.offset)[:, :, None]
+    total = jnp.swapaxes(_add_chunks(parts), 0, 1)
+    total = total.reshape(total.shape[0], -1)
+    return total[:, : tiles.num_columns] if num_blocks is None else total
+
+
+def multiply_halves(rows: TiledRows, tiles: Tiles) -> jax.Array:
+    """Multiplies T rows with the only matrix of some tiles, a large one in two steps.
+
+    Where neither layer nor columns are to be found at run time, XLA counts the whole
+    matrix as read for each of a tile's rows, takes the product for one that waits for
+    memory, and leaves it to one core.
+
+    Args:
+      rows: the rows.
+      tiles: one matrix.
+
+    Returns:
+      `[T, N]`.
+
+    Exactness: a row's bits may differ from those of `multiply`; for draft heads, which
+      are exact with any bits.
+    """
+    all_blocks = tiles.values.shape[2]
+    layer = jnp.int32(0)
+    if all_blocks < _MANY_BLOCKS:
+        return multiply(rows, tiles, layer)
+    half = -(-all_blocks // 2)
+
+    def columns(step: jax.Array, total: jax.Array) -> jax.Array:
+        # The second step may go back over a block that is there already: the same bits.
+        block = jnp.minimum(step * half, all_blocks - half)
+        piece = multiply(rows, tiles, layer, block, half)
+        return lax.dynamic_update_slice(
+            total, piece, (jnp.int32(0), block * TILE_COLUMNS)
+        )
+
+    shape = (rows.states.shape[1], all_blocks * TILE_COLUMNS)
+    total = jnp.zeros(shape, rows.states.dtype)
+    total = lax.fori_loop(jnp.int32(0), jnp.int32(2), columns, total)
+    return total[:, : tiles.num_columns]
+
+
+def chained_sum(terms: Sequence[jax.Array]) -> jax.Array:
+    """Adds arrays in four chains, term i to chain i mod 4, and then the chains."""
+    chains = list(terms[:_CHAINS])
+    for index, term in enumerate(terms[_CHAINS:]):
+        chains[index % _CHAINS] = lax.add(chains[index % _CHAINS], term)
+    while len(chains) > 1:
+        chains = [
+            lax.add(*pair) for pair in zip(chains[::2], chains[1::2], strict=True)
+        ]
+    return chains[0]
+
+
+def _add_chunks(parts: jax.Array) -> jax.Array:
+    """Adds `[C, ...]` from the first to the last."""
+    num_chunks = parts.shape[0]
+    sizes = range(1, min(_MOST_AT_ONCE, max(num_chunks // 2, 1)) + 1)
+    size = max(size for size in sizes if num_chunks % size == 0)
+
+    shape = parts.shape[1:]
+    # In one dimension, which XLA makes vectors of whatever the number of rows is.
+    length = (math.prod(shape),)
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        for place in range(size):
+            index = step * size + place
+            part = lax.dynamic_index_in_dim(parts, index, keepdims=False)
+            total = total + part.reshape(length)
+        return total
+
+    # A loop, so that XLA makes the parts before it adds them.
+    empty = jnp.zeros(length, parts.dtype)
+    steps = jnp.int32(num_chunks // size)
+    return lax.fori_loop(jnp.int32(0), steps, add, empty).reshape(shape)
