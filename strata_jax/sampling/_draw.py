@@ -48,10 +48,19 @@ def draw_token(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     size = weights.shape[0]
     if size <= BLOCK_SIZE:
         return _smallest_exceeding(weights, doubling_sum(weights), uniforms[1])
-    blocks = jnp.pad(weights, (0, -size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)
+    # The last block apart, for padding the row would be a slow copy of it.
+    num_whole = size // BLOCK_SIZE
+    blocks = weights[: num_whole * BLOCK_SIZE].reshape(-1, BLOCK_SIZE)
+    rest = jnp.pad(weights[num_whole * BLOCK_SIZE :], (0, -size % BLOCK_SIZE))
     sums = halving_sum(blocks)
+    if rest.size:
+        sums = jnp.append(sums, halving_sum(rest))
     block = _smallest_exceeding(sums, doubling_sum(sums), uniforms[0])
-    inside = lax.dynamic_index_in_dim(blocks, jnp.maximum(block, 0), keepdims=False)
+    inside = lax.dynamic_index_in_dim(
+        blocks, jnp.clip(block, 0, num_whole - 1), keepdims=False
+    )
+    if rest.size:
+        inside = jnp.where(block == num_whole, rest, inside)
     token = _smallest_exceeding(inside, doubling_sum(inside), uniforms[1])
     return jnp.where(block < 0, block, block * BLOCK_SIZE + token)
 
