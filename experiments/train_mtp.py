@@ -13,6 +13,7 @@ Q8_0 and its card. Started again with the same flags, the run goes on where it w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -48,6 +49,7 @@ _CARD = "README.md"
 # Numbers of held-out shards lie apart from those of training shards.
 _HELD_OUT = 1 << 20
 _TEMPERATURES = (1.0, 0.7, 0.0)
+_NUM_DRAFTS = 3  # that are chained
 
 _OUT = flags.DEFINE_string("out", None, "Folder for all results; made if need be.")
 _TARGET = flags.DEFINE_string(
@@ -79,7 +81,8 @@ _OBJECTIVE = flags.DEFINE_enum(
 _WARM_START = flags.DEFINE_float(
     "warm_start",
     0.3,
-    "Part of the steps that minimise the cross entropy before --objective does.",
+    "Part of the steps that minimise the cross entropy of the first draft, before all "
+    "drafts of a chain and --objective.",
     0.0,
     1.0,
 )
@@ -216,6 +219,18 @@ def _first_params(model: Model) -> models.MtpParams:
     return dataclasses.replace(mtp, layer=layer, final_norm=model.params.final_norm)
 
 
+def _warm_loss(tables: training.DraftTables, mtp: Any, states: Any) -> Any:
+    loss, metrics = training.distillation_loss(
+        tables, mtp, states, objective="cross_entropy", draft_weights=(1.0,)
+    )
+    later = range(1, _NUM_DRAFTS)
+    return loss, metrics | {f"overlap_{i + 1}": jnp.float32(jnp.nan) for i in later}
+
+
+def _loss(tables: training.DraftTables, mtp: Any, states: Any) -> Any:
+    return training.distillation_loss(tables, mtp, states, objective=_OBJECTIVE.value)
+
+
 def _batches(shards: list[Shard], seed: int) -> Any:
     """Returns step -> states of a batch, a function of the step alone."""
     sizes = np.cumsum([0, *(len(shard.tokens) for shard in shards)])
@@ -243,7 +258,6 @@ def _measure(
     vocabulary: np.ndarray,
     mtp: models.MtpParams,
     held_out: Shard,
-    num_drafts: int,
 ) -> dict[str, Any]:
     """Overlaps with held-out texts by temperature, kind and draft.
 
@@ -257,7 +271,7 @@ def _measure(
     def overlaps(mtp: models.MtpParams, states: training.TargetStates) -> jax.Array:
         tokens = jnp.asarray(states.tokens)
         hidden = jnp.asarray(states.hidden).astype(jnp.float32)
-        drafts, _ = models.mtp_forward(tables, mtp, hidden[:, :-1], tokens, num_drafts)
+        drafts, _ = models.mtp_forward(tables, mtp, hidden[:, :-1], tokens, _NUM_DRAFTS)
         logits = _norm(hidden[:, 1:], model) @ head.T
         found = []
         for temperature in _TEMPERATURES:
@@ -300,7 +314,7 @@ def _measure(
         result[name] = {
             f"temperature {temperature:g}": [
                 float(values[place, draft, :, draft:][counts[:, draft:]].mean())
-                for draft in range(num_drafts)
+                for draft in range(_NUM_DRAFTS)
             ]
             for place, temperature in enumerate(_TEMPERATURES)
         }
@@ -398,28 +412,16 @@ def _run() -> int:
         head=_head(model)[jnp.asarray(vocabulary)],
     )
 
-    def loss_fn(mtp: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        states, is_warm = batch
-        warm, metrics = training.distillation_loss(
-            tables, mtp, states, objective="cross_entropy"
-        )
-        loss, _ = training.distillation_loss(
-            tables, mtp, states, objective=_OBJECTIVE.value
-        )
-        return jnp.where(is_warm, warm, loss), metrics
-
     optimizer = training.adamw(
         plan.steps,
         learning_rate=_LEARNING_RATE.value,
         warmup_steps=math.ceil((plan.steps - 1) * 0.04),
         weight_decay=_WEIGHT_DECAY.value,
     )
-    trainer = training.trainer(loss_fn, optimizer)
-    states_of = _batches(shards, _SEED.value)
+    warm_trainer = training.trainer(functools.partial(_warm_loss, tables), optimizer)
+    trainer = training.trainer(functools.partial(_loss, tables), optimizer)
     warm_steps = round(_WARM_START.value * plan.steps)
-
-    def batch(step: int) -> Any:
-        return states_of(step), np.bool_(step < warm_steps)
+    batch = _batches(shards, _SEED.value)
 
     configuration = {
         "target": model.name,
@@ -444,22 +446,29 @@ def _run() -> int:
     start = step = int(state.step)
     before = float(history.pop("seconds", np.zeros(1))[0])
     began = time.monotonic()
-    num_drafts = 3
     with show_progress(start, plan.steps, "step") as show:
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
-            overlaps = "/".join(f"{metrics[f'overlap_{i + 1}']:.3f}" for i in range(3))
-            show(step, f"overlap {overlaps}")
+            overlaps = [metrics[f"overlap_{i + 1}"] for i in range(_NUM_DRAFTS)]
+            shown = "/".join(f"{value:.3f}" for value in overlaps if value == value)
+            show(step, f"overlap {shown}")
 
         while step < plan.steps:
             every = _EVALUATE_EVERY.value
-            step = min(plan.steps, step + every - step % every)
+            is_warm = step < warm_steps
+            end = warm_steps if is_warm else plan.steps
+            step = min(end, step + every - step % every)
             state, history = training.train(
-                trainer, state, batch, step, history=history, on_step=on_step
+                warm_trainer if is_warm else trainer,
+                state,
+                batch,
+                step,
+                history=history,
+                on_step=on_step,
             )
-            measured = _measure(
-                model, tables, vocabulary, state.params, held_out, num_drafts
-            )["all"]["temperature 1"]
+            measured = _measure(model, tables, vocabulary, state.params, held_out)[
+                "all"
+            ]["temperature 1"]
             for name, value in {
                 "step": step,
                 **{f"overlap_{i + 1}": v for i, v in enumerate(measured)},
@@ -470,7 +479,7 @@ def _run() -> int:
             training.save_training(checkpoint, state, kept, configuration)
 
     print("measuring on held-out prompts ...", file=sys.stderr, flush=True)
-    final = _measure(model, tables, vocabulary, state.params, held_out, num_drafts)
+    final = _measure(model, tables, vocabulary, state.params, held_out)
     tiled = models.tile_mtp(state.params, is_quantized=True)
     table = models.cut_tiles([np.asarray(_head(model)).T])
     tiled = models.draft_from(tiled, table, vocabulary)
@@ -489,12 +498,10 @@ def _run() -> int:
         "shipped": {
             "bytes": len(content),
             "sha256": hashlib.sha256(content).hexdigest(),
-            "held_out": _measure(
-                model, tables, vocabulary, rounded, held_out, num_drafts
-            ),
+            "held_out": _measure(model, tables, vocabulary, rounded, held_out),
         },
         "history": {
-            name: [float(f"{value:.6g}") for value in values]
+            name: [_as_json(value) for value in values]
             for name, values in history.items()
         },
     }
@@ -505,6 +512,10 @@ def _run() -> int:
         print(f"{temperature:<16}" + "  ".join(f"{value:.4f}" for value in values))
     print(f"{out / _HEAD}: {len(content)} bytes")
     return 0
+
+
+def _as_json(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _rounded(mtp: models.MtpParams) -> models.MtpParams:

@@ -27,7 +27,6 @@ from strata_jax.models._tiled_product import (
     TiledRows,
     empty_rows,
     multiply,
-    multiply_halves,
     one_row,
     set_row,
 )
@@ -212,7 +211,7 @@ def tiled_draft_logits(mtp: TiledMtpParams, state: jax.Array) -> jax.Array:
     assert mtp.head is not None
     epsilon = mtp.config.norm_epsilon
     rows = norm_rows(state[None], mtp.final_norm, epsilon, one_row(state))
-    logits = multiply_halves(rows, mtp.head)[0]
+    logits = multiply(rows, mtp.head, jnp.int32(0))[0]
     if mtp.draft_tokens is None:
         return logits
     everywhere = jnp.full(mtp.config.vocab_size, -jnp.inf, logits.dtype)

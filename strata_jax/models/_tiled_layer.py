@@ -7,6 +7,7 @@ and each element of a product is an expression of one row (see `_tiled_product`)
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, Protocol
 
 import flax.struct
@@ -29,6 +30,8 @@ from strata_jax.models._tiles import Tiles
 # part of the arithmetic.
 _BLOCK = 128
 _PART = 64
+# Numbers that stand together, one vector: a sum's terms then lie one behind the other.
+_LANES = 8
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -56,8 +59,8 @@ class TiledLlamaCache:
     Rows from the current position on hold anything, NaN included.
     """
 
-    keys: jax.Array  # [L, num_kv_heads, S / 64, head_dim, 64]
-    values: jax.Array  # [L, num_kv_heads, S / 64, 64, head_dim]
+    keys: jax.Array  # [L, num_kv_heads, S / 8, head_dim, 8]
+    values: jax.Array  # [L, num_kv_heads, S / 64, head_dim / 8, 64, 8]
 
 
 class Group(NamedTuple):
@@ -85,10 +88,14 @@ def empty_tiled_cache(config: LlamaConfig, max_length: int) -> TiledLlamaCache:
     Exactness: a row's bits do not depend on the cache's capacity.
     """
     size = -(-max_length // _BLOCK) * _BLOCK
-    outer = (config.num_layers, config.num_kv_heads, size // _PART)
+    outer = (config.num_layers, config.num_kv_heads)
+    width = config.head_dim
+    lanes = math.gcd(width, _LANES)
     return TiledLlamaCache(
-        keys=jnp.zeros((*outer, config.head_dim, _PART), FLOAT32),
-        values=jnp.zeros((*outer, _PART, config.head_dim), FLOAT32),
+        keys=jnp.zeros((*outer, size // _LANES, width, _LANES), FLOAT32),
+        values=jnp.zeros(
+            (*outer, size // _PART, width // lanes, _PART, lanes), FLOAT32
+        ),
     )
 
 
@@ -128,7 +135,7 @@ def empty_scores(config: LlamaConfig, cache: TiledLlamaCache) -> jax.Array:
     One for all layers and rows, since a new one would be filled each time.
     """
     groups = config.num_heads // config.num_kv_heads
-    shape = (config.num_kv_heads, groups, cache.keys.shape[2], _PART)
+    shape = (config.num_kv_heads, groups, cache.keys.shape[2], _LANES)
     return jnp.zeros(shape, FLOAT32)
 
 
@@ -160,21 +167,11 @@ def run_layer(
         rows, cache, scores = carry
         parts = projected[row].reshape(queries + 2 * keys, config.head_dim)
         turned = rotate(parts[: queries + keys], group.cosine[row], group.sine[row])
-        zero, place = jnp.int32(0), position + row
-        part, lane = place // _PART, place % _PART
-        key, value = turned[queries:], parts[queries + keys :]
-        cache = TiledLlamaCache(
-            keys=lax.dynamic_update_slice(
-                cache.keys, key[None, :, None, :, None], (index, zero, part, zero, lane)
-            ),
-            values=lax.dynamic_update_slice(
-                cache.values,
-                value[None, :, None, None],
-                (index, zero, part, lane, zero),
-            ),
+        cache = _store(
+            cache, index, position + row, turned[queries:], parts[queries + keys :]
         )
         query = turned[:queries]
-        mixed, scores = _attend(config, query, cache, index, place, scores)
+        mixed, scores = _attend(config, query, cache, index, position + row, scores)
         return set_row(rows, row, mixed), cache, scores
 
     mixed = empty_rows(size, queries * config.head_dim, FLOAT32)
@@ -201,6 +198,24 @@ def _add(states: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
     return lax.fori_loop(0, count, add, states)
 
 
+def _store(
+    cache: TiledLlamaCache,
+    layer: jax.Array,
+    position: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+) -> TiledLlamaCache:
+    """Puts one token's key and value, `[num_kv_heads, head_dim]`, into the cache."""
+    zero = jnp.int32(0)
+    place = (layer, zero, position // _LANES, zero, position % _LANES)
+    keys = lax.dynamic_update_slice(cache.keys, key[None, :, None, :, None], place)
+    lanes = cache.values.shape[-1]
+    value = value.reshape(1, key.shape[0], 1, -1, 1, lanes)
+    place = (layer, zero, position // _PART, zero, position % _PART, zero)
+    values = lax.dynamic_update_slice(cache.values, value, place)
+    return TiledLlamaCache(keys=keys, values=values)
+
+
 def _attend(
     config: LlamaConfig,
     query: jax.Array,
@@ -217,26 +232,21 @@ def _attend(
     num_kv, width = config.num_kv_heads, config.head_dim
     groups = config.num_heads // num_kv
     query = query.reshape(num_kv, groups, width) * jnp.float32(width**-0.5)
-    zero, parts = jnp.int32(0), _BLOCK // _PART
+    zero, parts, vectors = jnp.int32(0), _BLOCK // _PART, _BLOCK // _LANES
     num_blocks = position // _BLOCK + 1
-    shape = (num_kv, groups, parts, _PART)
-    first_places = _PART * jnp.arange(parts, dtype=jnp.int32)
-    places = first_places[:, None] + jnp.arange(_PART, dtype=jnp.int32)[None]
+    shape = (num_kv, groups, vectors, _LANES)
+    places = jnp.arange(_BLOCK, dtype=jnp.int32)
 
-    wide = (num_kv, groups, parts, width)
+    lanes = cache.values.shape[-1]
+    wide = (num_kv, groups, parts, width // lanes, lanes)
     nothing = jnp.zeros(wide, FLOAT32)
 
-    def row_of(array: jax.Array, block: jax.Array, row: int) -> jax.Array:
-        """Row `row` of each part of a block, for all heads."""
-        place = (layer, zero, block * parts, jnp.int32(row), zero)
-        rows = lax.dynamic_slice(
-            array,
-            place,
-            (1, num_kv, parts, 1, array.shape[-1]),
-            allow_negative_indices=False,
-        )
-        size = (num_kv, groups, parts, array.shape[-1])
-        return lax.broadcast_in_dim(lax.squeeze(rows, (0, 3)), size, (0, 2, 3))
+    def key_of(block: jax.Array, lane: int) -> jax.Array:
+        """Number `lane` of each key of a block, for all heads."""
+        place = (layer, zero, block * vectors, jnp.int32(lane), zero)
+        size = (1, num_kv, vectors, 1, _LANES)
+        part = lax.dynamic_slice(cache.keys, place, size, allow_negative_indices=False)
+        return lax.broadcast_in_dim(lax.squeeze(part, (0, 3)), shape, (0, 2, 3))
 
     def score(index: jax.Array, scores: jax.Array) -> jax.Array:
         products = [
@@ -244,18 +254,18 @@ def _attend(
                 lax.broadcast_in_dim(
                     lax.slice_in_dim(query, lane, lane + 1, axis=2), shape, (0, 1, 3)
                 ),
-                row_of(cache.keys, index, lane),
+                key_of(index, lane),
             )
             for lane in range(width)
         ]
-        is_visible = (index * _BLOCK + places <= position)[None, None]
-        block = jnp.where(is_visible, chained_sum(products), -jnp.inf)
+        is_visible = (index * _BLOCK + places <= position).reshape(shape[2:])
+        block = jnp.where(is_visible[None, None], chained_sum(products), -jnp.inf)
         return lax.dynamic_update_slice(
-            scores, block, (zero, zero, index * parts, zero)
+            scores, block, (zero, zero, index * vectors, zero)
         )
 
     def scores_of(scores: jax.Array, index: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(scores, (zero, zero, index * parts, zero), shape)
+        return lax.dynamic_slice(scores, (zero, zero, index * vectors, zero), shape)
 
     def compare(index: jax.Array, largest: jax.Array) -> jax.Array:
         return jnp.maximum(largest, scores_of(scores, index))
@@ -266,24 +276,31 @@ def _attend(
     largest = lax.fori_loop(0, num_blocks, compare, largest)
     largest = jnp.max(largest, axis=(2, 3), keepdims=True)
 
+    def value_of(block: jax.Array, row: int, is_visible: jax.Array) -> jax.Array:
+        """Row `row` of each part of a block, for all heads."""
+        place = (layer, zero, block * parts, zero, jnp.int32(row), zero)
+        size = (1, num_kv, parts, width // lanes, 1, lanes)
+        part = lax.dynamic_slice(
+            cache.values, place, size, allow_negative_indices=False
+        )
+        rows = lax.broadcast_in_dim(lax.squeeze(part, (0, 4)), wide, (0, 2, 3, 4))
+        # Weight 0 does not hide a NaN in a dead row; the row itself must go.
+        is_row_visible = lax.broadcast_in_dim(
+            lax.slice_in_dim(is_visible, row, row + 1, axis=1), wide, (2, 4)
+        )
+        return lax.select(is_row_visible, rows, nothing)
+
     def mix(index: jax.Array, carry: Any) -> Any:
         total, mixed = carry
         weights = jnp.exp(scores_of(scores, index) - largest)
-        is_visible = index * _BLOCK + places <= position
-
-        def value(row: int) -> jax.Array:
-            # Weight 0 does not hide a NaN in a dead row; the row itself must go.
-            is_row_visible = lax.broadcast_in_dim(
-                lax.slice_in_dim(is_visible, row, row + 1, axis=1), wide, (2, 3)
-            )
-            return lax.select(is_row_visible, row_of(cache.values, index, row), nothing)
-
+        by_row = weights.reshape(num_kv, groups, parts, _PART)
+        is_visible = (index * _BLOCK + places <= position).reshape(parts, _PART)
         products = [
             lax.mul(
                 lax.broadcast_in_dim(
-                    lax.slice_in_dim(weights, row, row + 1, axis=3), wide, (0, 1, 2, 3)
+                    lax.slice_in_dim(by_row, row, row + 1, axis=3), wide, (0, 1, 2, 4)
                 ),
-                value(row),
+                value_of(index, row, is_visible),
             )
             for row in range(_PART)
         ]
@@ -295,4 +312,5 @@ def _attend(
     for part in range(1, parts):
         joined = joined + mixed[:, :, part]
     total = jnp.sum(total, axis=(2, 3))
+    joined = joined.reshape(num_kv, groups, width)
     return (joined / total[..., None]).reshape(-1), scores

@@ -24,7 +24,7 @@ _CHAINS = 4
 # Tiles above each other that are added in one step.
 _MOST_AT_ONCE = 9
 # Column blocks from which a matrix by itself is worth a second core.
-_MANY_BLOCKS = 256
+_MANY_BLOCKS = 64
 
 
 @flax.struct.dataclass
@@ -86,7 +86,9 @@ def multiply(
 
     Exactness: a row is a function of that row, whatever T.
     """
-    _, num_chunks, all_blocks, _, _ = tiles.values.shape
+    num_layers, num_chunks, all_blocks, _, _ = tiles.values.shape
+    if num_layers == 1 and num_blocks is None and all_blocks >= _MANY_BLOCKS:
+        return _multiply_halves(rows, tiles)
     zero = jnp.int32(0)
     start = zero if first_block is None else first_block
     width = all_blocks if num_blocks is None else num_blocks
@@ -120,33 +122,20 @@ def multiply(
     return total[:, : tiles.num_columns] if num_blocks is None else total
 
 
-def multiply_halves(rows: TiledRows, tiles: Tiles) -> jax.Array:
-    """Multiplies T rows with the only matrix of some tiles, a large one in two steps.
+def _multiply_halves(rows: TiledRows, tiles: Tiles) -> jax.Array:
+    """Multiplies T rows with the only matrix of some tiles in two steps.
 
     Where neither layer nor columns are to be found at run time, XLA counts the whole
     matrix as read for each of a tile's rows, takes the product for one that waits for
     memory, and leaves it to one core.
-
-    Args:
-      rows: the rows.
-      tiles: one matrix.
-
-    Returns:
-      `[T, N]`.
-
-    Exactness: a row's bits may differ from those of `multiply`; for draft heads, which
-      are exact with any bits.
     """
     all_blocks = tiles.values.shape[2]
-    layer = jnp.int32(0)
-    if all_blocks < _MANY_BLOCKS:
-        return multiply(rows, tiles, layer)
     half = -(-all_blocks // 2)
 
     def columns(step: jax.Array, total: jax.Array) -> jax.Array:
         # The second step may go back over a block that is there already: the same bits.
         block = jnp.minimum(step * half, all_blocks - half)
-        piece = multiply(rows, tiles, layer, block, half)
+        piece = multiply(rows, tiles, jnp.int32(0), block, half)
         return lax.dynamic_update_slice(
             total, piece, (jnp.int32(0), block * TILE_COLUMNS)
         )

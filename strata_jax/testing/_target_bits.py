@@ -174,12 +174,18 @@ def poison_cache(cache: Any, position: jax.Array) -> Any:
         position = jnp.minimum(position, cache.num_cells)
         return dataclasses.replace(cache, cache=poison_cache(cache.cache, position))
     if isinstance(cache, TiledLlamaCache):
-        parts, size = cache.values.shape[2:4]
-        places = jnp.arange(parts * size, dtype=jnp.int32).reshape(parts, size)
-        is_dead = (places >= position)[None, None]
+
+        def is_dead(num_pieces: int, size: int) -> jax.Array:
+            places = jnp.arange(num_pieces * size, dtype=jnp.int32)
+            return (places >= position).reshape(num_pieces, 1, size)
+
+        _, _, pieces, _, size = cache.keys.shape
+        dead_keys = is_dead(pieces, size)
+        _, _, pieces, _, size, _ = cache.values.shape
+        dead_values = is_dead(pieces, size)[..., None]
         return TiledLlamaCache(
-            keys=jnp.where(is_dead[:, :, :, None], jnp.nan, cache.keys),
-            values=jnp.where(is_dead[..., None], jnp.nan, cache.values),
+            keys=jnp.where(dead_keys, jnp.nan, cache.keys),
+            values=jnp.where(dead_values, jnp.nan, cache.values),
         )
     if not isinstance(cache, LlamaCache | MoeCache | MtpCache):
         raise ValueError(

@@ -10,7 +10,6 @@ from strata_jax.models import cut_packed_tiles, cut_tiles, quantize, read_matrix
 from strata_jax.models._tiled_product import (
     empty_rows,
     multiply,
-    multiply_halves,
     set_row,
 )
 from strata_jax.models._tiles import take_column
@@ -140,7 +139,7 @@ def test_a_large_product_in_halves_has_all_its_columns(num_columns):
     @jax.jit
     def run(state, tiles):
         rows = empty_rows(1, 256, jnp.dtype(jnp.float32))
-        return multiply_halves(set_row(rows, 0, state), tiles)
+        return multiply(set_row(rows, 0, state), tiles, jnp.int32(0))
 
     matrix = values * np.repeat(scale.astype(np.float64), 32, axis=0)
     found = np.asarray(run(state, tiles))
