@@ -12,7 +12,8 @@ from strata_jax import drafters, gates, targets, verifiers
 from strata_jax.diagnostics import cost
 
 # Most drafts in a window by drafter: a row of a lookup costs nothing to draft.
-MOST_DRAFTS = {"mtp": 3, "suffix": 7, "both": 7}
+MOST_DRAFTS = {"mtp": 3, "suffix": 7, "long suffix": 7, "both": 7}
+_LONG_MATCH = 8
 
 
 def build_drafter(vocab_size: int, name: str, num_draft_tokens: int) -> strata.Drafter:
@@ -20,12 +21,19 @@ def build_drafter(vocab_size: int, name: str, num_draft_tokens: int) -> strata.D
 
     Args:
       vocab_size: of the model; for "mtp" and "both" it needs a draft head.
-      name: "mtp", the draft head; "suffix", lookup in the text; "both", the head, whose
-        chain the text's own continuation may take over or go on with.
+      name: "mtp", the draft head; "suffix", lookup in the text; "long suffix", the same
+        for matches of eight tokens or more; "both", the head, whose chain the text's
+        own continuation may take over or go on with.
       num_draft_tokens: K.
     """
     if name == "suffix":
         return drafters.suffix(num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
+    if name == "long suffix":
+        return drafters.suffix(
+            num_draft_tokens=num_draft_tokens,
+            vocab_size=vocab_size,
+            min_match=_LONG_MATCH,
+        )
     if name == "mtp":
         return drafters.mtp(num_draft_tokens=num_draft_tokens)
     drafted = min(num_draft_tokens, MOST_DRAFTS["mtp"])

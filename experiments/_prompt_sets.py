@@ -36,6 +36,9 @@ _CHAT = PromptSet(
         "How do I look after a houseplant that has yellow leaves?",
         "Tell me how bread is made, step by step.",
         "Why do people like to travel by train?",
+        "Suggest a name for a small cafe and say why it fits.",
+        "What is the best way to learn a new language?",
+        "Describe a rainy afternoon in a big city.",
     ),
 )
 
@@ -65,6 +68,12 @@ _PROSE = PromptSet(
         "winter and fish through the summer, and the towns that made it",
         "On the third day the wind turned. The sails filled, the cook began to sing, "
         "and the captain, who had said nothing since the island, asked for",
+        "Bees do not sleep in winter. They gather around the queen and keep warm by "
+        "moving their wings, and when the first flowers open",
+        "The letter came on a Tuesday. It had no stamp and no name on it, only a small "
+        "drawing of a bird in the corner. Inside",
+        "Before there were clocks in every house, the day was cut by bells. One rang "
+        "for the bakers, one for the schools, and the last one",
     ),
 )
 
@@ -94,6 +103,10 @@ _REPETITIVE = PromptSet(
         "def get_age(self):\n    return self.age\n\n\n"
         "def get_city(self):\n",
         "1 + 1 = 2\n2 + 2 = 4\n3 + 3 = 6\n4 + 4 = 8\n5 + 5 =",
+        "name,age,city\nAnna,31,Bonn\nBert,28,Bern\nCarl,44,Graz\nDora,",
+        "<ul>\n  <li><a href='/one'>One</a></li>\n  <li><a href='/two'>Two</a></li>\n"
+        "  <li><a href='/three'>Three</a></li>\n",
+        "The cat sat on the mat. The dog sat on the log. The cow sat on the",
     ),
 )
 

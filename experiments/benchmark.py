@@ -5,7 +5,8 @@ library plain, with its draft head, with lookup in the text, and with both;
 `transformers` plain and with prompt lookup; and llama.cpp. All in one process, in turn
 and in another order each round, each system on the same prompts. The policies come from
 the cost model (`diagnostics.cost`), measured on other prompts before the first round;
-which of them it chooses, plain decoding among them, is marked. At temperature 0 the
+which of them it chooses is marked: plain decoding, unless drafts are predicted to be
+5 % faster. At temperature 0 the
 speculative systems must write the plain one's tokens. Then verification alone, beside
 other functions that run on a CPU.
 
@@ -43,6 +44,11 @@ from strata_jax.diagnostics import cost
 
 _TEMPERATURES = (0.0, 1.0)
 _PLAIN = "own, plain"
+# Own systems, and the drafters of which each takes the better.
+_OWN = {"mtp": ("mtp",), "suffix": ("suffix", "long suffix"), "both": ("both",)}
+# Drafts must be predicted to be so much faster before they are chosen: what was learnt
+# on other texts, and with noise, is not worth more.
+_LEAST_GAIN = 1.05
 _VOCABULARIES = (49_152, 151_936)
 _NUM_VERIFIED = 7
 # Seconds before a system runs, for the threads of the one before may wait by spinning.
@@ -54,7 +60,7 @@ _SMOKE = flags.DEFINE_bool(
     "smoke", False, "Two rounds of a few tokens, repetitive texts, no peers."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds over all systems.", 2)
-_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 96, "Tokens of a text.", 8)
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Tokens of a text.", 8)
 _MAX_LENGTH = flags.DEFINE_integer(
     "max_length", 256, "Longest context, prompt included.", 64
 )
@@ -71,7 +77,7 @@ def _num_tokens() -> int:
 def _calibrate(model: Model) -> dict[str, Any]:
     """Costs of each drafter, and each cell's best policy with it."""
     target = targets.singleton(model.config, max_length=_MAX_LENGTH.value)
-    names = [n for n in MOST_DRAFTS if model.has_draft_head or n == "suffix"]
+    names = [n for n in MOST_DRAFTS if model.has_draft_head or "suffix" in n]
     # Of the length that texts have in the mean, and with something to look up.
     text = PROMPT_SETS["repetitive"].calibration[-1]
     ids = encode_prompt(model.tokenizer, text, is_chat=False)
@@ -80,14 +86,17 @@ def _calibrate(model: Model) -> dict[str, Any]:
         name: build_drafter(model.config.vocab_size, name, MOST_DRAFTS[name])
         for name in names
     }
-    costs = {
-        name: cost.measure(target, drafter, model.params, prompt, temperature=1.0)
-        for name, drafter in sources.items()
-    }
+    costs = {}
+    for name, drafter in sources.items():
+        costs[name] = cost.measure(
+            target, drafter, model.params, prompt, temperature=1.0
+        )
+        # A process can hold a limited number of compiled programs.
+        jax.clear_caches()
     # One plain step for all, so that noise between them prefers none.
     plain = float(np.median([found.plain for found in costs.values()]))
     costs = {n: dataclasses.replace(found, plain=plain) for n, found in costs.items()}
-    policies: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     cells = [(s, t) for s in _set_names() for t in _TEMPERATURES]
     with show_progress(0, len(names) * len(cells), "calibration") as show:
         done = 0
@@ -107,15 +116,33 @@ def _calibrate(model: Model) -> dict[str, Any]:
                     eos_ids=model.tokenizer.eos_ids,
                 )
                 ranked = cost.choose(costs[name], records)
-                cell = policies.setdefault(f"{set_name}, {temperature:g}", {})
+                cell = found.setdefault(f"{set_name}, {temperature:g}", {})
                 cell["plain"] = as_json("", _only(ranked, is_plain=True))
                 cell[name] = as_json(name, _only(ranked, is_plain=False))
                 done += 1
                 show(done, name)
+            jax.clear_caches()
     return {
-        "costs": {name: dataclasses.asdict(found) for name, found in costs.items()},
-        "policies": policies,
+        "costs": {name: dataclasses.asdict(each) for name, each in costs.items()},
+        "policies": {cell: _best_of_each(by_name) for cell, by_name in found.items()},
     }
+
+
+def _best_of_each(by_drafter: dict[str, Any]) -> dict[str, Any]:
+    """The policy of each own system, and which of them is chosen."""
+    best = {"plain": by_drafter["plain"]}
+    for name, drafters in _OWN.items():
+        known = [by_drafter[drafter] for drafter in drafters if drafter in by_drafter]
+        if known:
+            best[name] = max(known, key=_speed)
+    first = max(best, key=lambda name: _speed(best[name]))
+    gain = _speed(best[first]) / _speed(best["plain"])
+    chosen = first if gain >= _LEAST_GAIN else "plain"
+    return {name: found | {"is_chosen": name == chosen} for name, found in best.items()}
+
+
+def _speed(found: dict[str, Any]) -> float:
+    return found["tokens_per_second"]
 
 
 def _only(ranked: list[cost.Prediction], is_plain: bool) -> cost.Prediction:
@@ -284,7 +311,7 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     policies = parts["calibration"]["policies"]
     rows, chosen, faults = [], [], []
     for cell, systems in policies.items():
-        best = max(systems, key=lambda name: systems[name]["tokens_per_second"])
+        best = next(name for name in systems if systems[name]["is_chosen"])
         chosen_name = _PLAIN if best == "plain" else f"own, {best}"
         for name in rounds[0][cell]:
             speeds = np.array(
@@ -415,8 +442,6 @@ def _run() -> int:
     num_rounds = 2 if _SMOKE.value else _ROUNDS.value
     if "calibration" not in results.parts:
         results.keep("calibration", _calibrate(_packed()))
-        # A process can hold a limited number of compiled programs.
-        jax.clear_caches()
     policies = results.parts["calibration"]["policies"]
     wanted = [f"round {number}" for number in range(num_rounds)]
     todo = [name for name in wanted if name not in results.parts]

@@ -88,6 +88,9 @@ _WARM_START = flags.DEFINE_float(
 )
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 1.5e-3, "Its peak.")
 _WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.02, "Of matrices.", 0.0)
+_START_FROM = flags.DEFINE_string(
+    "start_from", None, "training.safetensors of an earlier run, whose head to improve."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and batches.", 0)
 _EVALUATE_EVERY = flags.DEFINE_integer(
     "evaluate_every", 100, "Steps between measurements and checkpoints.", 1
@@ -398,6 +401,8 @@ def _run() -> int:
         raise ValueError(f"--out {out}: that is a file; name a folder")
     if not 0 < _LEARNING_RATE.value < math.inf:
         raise ValueError(f"--learning_rate {_LEARNING_RATE.value} must be positive")
+    if _START_FROM.value and not pathlib.Path(_START_FROM.value).is_file():
+        raise ValueError(f"--start_from {_START_FROM.value}: no such file")
     model = load_model(_TARGET.value)
     if not isinstance(model.config, models.LlamaConfig):
         raise ValueError(f"--target {_TARGET.value}: only llamas can have such a head")
@@ -438,7 +443,13 @@ def _run() -> int:
         "weight_decay": _WEIGHT_DECAY.value,
         "seed": _SEED.value,
     }
-    state = trainer.init(_first_params(model))
+    first_params = _first_params(model)
+    if _START_FROM.value:
+        earlier = pathlib.Path(_START_FROM.value)
+        first_params = training.load_trained_params(earlier, first_params)
+        content = earlier.read_bytes()
+        configuration["started_from"] = hashlib.sha256(content).hexdigest()
+    state = trainer.init(first_params)
     history: dict[str, np.ndarray] = {}
     checkpoint = out / _CHECKPOINT
     if checkpoint.exists():

@@ -1,5 +1,6 @@
 """Training: byte corpora, the optimisation loop, and checkpoints of a run."""
 
+from strata_jax.training._checkpoints import load_trained_params as load_trained_params
 from strata_jax.training._checkpoints import load_training as load_training
 from strata_jax.training._checkpoints import save_training as save_training
 from strata_jax.training._corpus import cut_windows as cut_windows

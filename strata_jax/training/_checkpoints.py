@@ -17,6 +17,7 @@ from strata_jax.training._loop import History, TrainingState
 
 _CONFIGURATION = "configuration"
 _STATE, _HISTORY = "state", "history/"
+_PARAMS = _STATE + ".params"
 
 
 def save_training(
@@ -43,7 +44,7 @@ def save_training(
     text = json.dumps(configuration, sort_keys=True).encode()
     tensors = {_CONFIGURATION: np.frombuffer(text, np.uint8)}
     tensors |= {_HISTORY + name: values for name, values in history.items()}
-    tensors |= {name: np.asarray(leaf) for name, leaf in _leaves(state).items()}
+    tensors |= {name: np.asarray(leaf) for name, leaf in _leaves(state, _STATE).items()}
     checkpoints.save_safetensors(path, tensors)
 
 
@@ -92,7 +93,37 @@ def load_training(
         for name in sorted(tensors)
         if name.startswith(_HISTORY)
     }
-    leaves = _leaves(like)
+    return _restore(path, tensors, like, _STATE), history
+
+
+def load_trained_params(path: str | os.PathLike[str], like: Any) -> Any:
+    """Reads the parameters of a run, of whatever configuration, to start another.
+
+    Args:
+      path: a file that `save_training` wrote.
+      like: parameters of the same structure, shapes and types.
+
+    Returns:
+      The parameters.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: naming the file and the fault.
+
+    Exactness: neither; values are those saved, bit for bit.
+    """
+    path = pathlib.Path(path)
+    tensors = checkpoints.read_safetensors(path)
+    if _CONFIGURATION not in tensors:
+        raise ValueError(f"{path}: not a checkpoint of a training run")
+    tensors = {name: t for name, t in tensors.items() if name.startswith(_PARAMS)}
+    return _restore(path, tensors, like, _PARAMS)
+
+
+def _restore(
+    path: pathlib.Path, tensors: Mapping[str, np.ndarray], like: Any, prefix: str
+) -> Any:
+    leaves = _leaves(like, prefix)
     found = {name: _describe(leaf) for name, leaf in tensors.items()}
     wanted = {name: _describe(leaf) for name, leaf in leaves.items()}
     faults = [
@@ -104,8 +135,9 @@ def load_training(
     if faults:
         raise ValueError(f"{path}: not this model's state; " + "; ".join(faults))
     structure = jax.tree.structure(like)
-    values = [jnp.asarray(tensors[name]) for name in leaves]
-    return jax.tree.unflatten(structure, values), history
+    return jax.tree.unflatten(
+        structure, [jnp.asarray(tensors[name]) for name in leaves]
+    )
 
 
 def _flatten(configuration: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -119,9 +151,9 @@ def _flatten(configuration: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return flat
 
 
-def _leaves(state: TrainingState) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {_STATE + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {prefix + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
 def _describe(leaf: Any) -> str:

@@ -132,6 +132,17 @@ def test_write_that_fails_leaves_the_old_checkpoint(saved, monkeypatch):
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
+def test_params_start_another_run(saved):
+    (state, _), like = load(saved), toy_params()
+    params = training.load_trained_params(saved, like)
+    same = jax.tree.map(np.array_equal, params, state.params)
+    assert all(jax.tree.leaves(same))
+    # The control: they are not what the run began with.
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, params, like)))
+    with pytest.raises(ValueError, match="not this model's state"):
+        training.load_trained_params(saved, {"other": np.zeros(3)})
+
+
 @pytest.mark.parametrize("kept", [0, 7, 100, -1])
 def test_truncated_checkpoint(saved, kept):
     saved.write_bytes(saved.read_bytes()[:kept])
