@@ -1,27 +1,28 @@
 """How fast is exact speculative decoding beside what people use, on the same weights?
 
 SmolLM2 writes answers, prose and repetitive texts, at temperatures 0 and 1: this
-library plain, with its draft head, with lookup in the text, and with both;
-`transformers` plain and with prompt lookup; and llama.cpp. All in one process, in turn
-and in another order each round, each system on the same prompts. The policies come from
-the cost model (`diagnostics.cost`), measured on other prompts before the first round;
-which of them it chooses is marked: plain decoding, unless drafts are predicted to be
-5 % faster. At temperature 0 the
-speculative systems must write the plain one's tokens. Then verification alone, beside
-other functions that run on a CPU.
+library plain, with its draft head, with lookup in the text, and with both, each on the
+packed weights of the file and on the same in float32; `transformers` plain and with
+prompt lookup; and llama.cpp. All in one process, in turn and in another order each
+round, each system on the same prompts. The policies come from the cost model
+(`diagnostics.cost`), measured on other prompts before the first round; which of them it
+chooses is marked: plain decoding, unless drafts are predicted to be 5 % faster. At
+temperature 0 the speculative systems must write the plain one's tokens. Then
+verification alone, beside other functions that run on a CPU.
 
   python experiments/benchmark.py --out /tmp/benchmark
   python experiments/benchmark.py --out /tmp/benchmark --smoke
 
 Results: benchmark.json and benchmark.png. Peers that are not installed are left out,
 and named: pip install torch transformers llama-cpp-python. Run it on a quiet machine;
-it takes about half an hour, and goes on after the last finished round if started again.
+it takes about an hour, and goes on after the last finished round if started again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ from strata_jax import checkpoints, models, targets, verifiers
 from strata_jax.diagnostics import cost
 
 _TEMPERATURES = (0.0, 1.0)
-_PLAIN = "own, plain"
+_WEIGHTS = ("packed", "float32")
 # Own systems, and the drafters of which each takes the better.
 _OWN = {"mtp": ("mtp",), "suffix": ("suffix", "long suffix"), "both": ("both",)}
 # Drafts must be predicted to be so much faster before they are chosen: what was learnt
@@ -53,6 +54,8 @@ _VOCABULARIES = (49_152, 151_936)
 _NUM_VERIFIED = 7
 # Seconds before a system runs, for the threads of the one before may wait by spinning.
 _PAUSE = 0.3
+# Own systems from which on programs are dropped: a process can hold a limited number.
+_MOST_SYSTEMS = 12
 # Systems that ran before in this process.
 _warm: set[tuple[str, int]] = set()
 
@@ -74,8 +77,9 @@ def _num_tokens() -> int:
     return 16 if _SMOKE.value else _MAX_NEW_TOKENS.value
 
 
-def _calibrate(model: Model) -> dict[str, Any]:
-    """Costs of each drafter, and each cell's best policy with it."""
+def _calibrate() -> dict[str, Any]:
+    """Costs of each drafter, and each cell's best policies, by weights."""
+    model = _packed()
     target = targets.singleton(model.config, max_length=_MAX_LENGTH.value)
     names = [n for n in MOST_DRAFTS if model.has_draft_head or "suffix" in n]
     # Of the length that texts have in the mean, and with something to look up.
@@ -86,23 +90,27 @@ def _calibrate(model: Model) -> dict[str, Any]:
         name: build_drafter(model.config.vocab_size, name, MOST_DRAFTS[name])
         for name in names
     }
-    costs = {}
-    for name, drafter in sources.items():
-        costs[name] = cost.measure(
-            target, drafter, model.params, prompt, temperature=1.0
-        )
-        # A process can hold a limited number of compiled programs.
-        jax.clear_caches()
-    # One plain step for all, so that noise between them prefers none.
-    plain = float(np.median([found.plain for found in costs.values()]))
-    costs = {n: dataclasses.replace(found, plain=plain) for n, found in costs.items()}
-    found: dict[str, Any] = {}
+    costs: dict[str, dict[str, cost.WindowCosts]] = {}
+    for weights in _weights():
+        params = _model(weights).params
+        found = {}
+        for name, drafter in sources.items():
+            found[name] = cost.measure(target, drafter, params, prompt, temperature=1.0)
+            # A process can hold a limited number of compiled programs.
+            jax.clear_caches()
+        # One plain step for all, so that noise between them prefers none.
+        plain = float(np.median([each.plain for each in found.values()]))
+        costs[weights] = {
+            name: dataclasses.replace(each, plain=plain) for name, each in found.items()
+        }
+    policies: dict[str, Any] = {weights: {} for weights in costs}
     cells = [(s, t) for s in _set_names() for t in _TEMPERATURES]
     with show_progress(0, len(names) * len(cells), "calibration") as show:
         done = 0
         for name, drafter in sources.items():
             for set_name, temperature in cells:
                 prompts = PROMPT_SETS[set_name]
+                # Acceptance is that of the model, whatever form its weights have.
                 records = cost.record(
                     target,
                     drafter,
@@ -115,16 +123,25 @@ def _calibrate(model: Model) -> dict[str, Any]:
                     temperature=temperature,
                     eos_ids=model.tokenizer.eos_ids,
                 )
-                ranked = cost.choose(costs[name], records)
-                cell = found.setdefault(f"{set_name}, {temperature:g}", {})
-                cell["plain"] = as_json("", _only(ranked, is_plain=True))
-                cell[name] = as_json(name, _only(ranked, is_plain=False))
+                for weights, by_drafter in costs.items():
+                    ranked = cost.choose(by_drafter[name], records)
+                    cell = policies[weights].setdefault(
+                        f"{set_name}, {temperature:g}", {}
+                    )
+                    cell["plain"] = as_json("", _only(ranked, is_plain=True))
+                    cell[name] = as_json(name, _only(ranked, is_plain=False))
                 done += 1
                 show(done, name)
             jax.clear_caches()
     return {
-        "costs": {name: dataclasses.asdict(each) for name, each in costs.items()},
-        "policies": {cell: _best_of_each(by_name) for cell, by_name in found.items()},
+        "costs": {
+            weights: {name: dataclasses.asdict(each) for name, each in found.items()}
+            for weights, found in costs.items()
+        },
+        "policies": {
+            weights: {cell: _best_of_each(found) for cell, found in by_cell.items()}
+            for weights, by_cell in policies.items()
+        },
     }
 
 
@@ -153,11 +170,17 @@ def _policy(found: dict[str, Any]) -> cost.Policy:
     return cost.Policy(found["gate"], found["threshold"], found["num_draft_tokens"])
 
 
+def _weights() -> tuple[str, ...]:
+    return _WEIGHTS[:1] if _SMOKE.value else _WEIGHTS
+
+
 @functools.cache
-def _own(model_name: str, drafter: str, policy: cost.Policy) -> OwnSystem:
-    is_tiled_float32 = model_name == "float32"
-    model = _float32_tiled() if is_tiled_float32 else _packed()
-    return OwnSystem(model, drafter, policy, _MAX_LENGTH.value)
+def _own(weights: str, drafter: str, policy: cost.Policy) -> OwnSystem:
+    return OwnSystem(_model(weights), drafter, policy, _MAX_LENGTH.value)
+
+
+def _model(weights: str) -> Model:
+    return _packed() if weights == "packed" else _float32_tiled()
 
 
 @functools.cache
@@ -172,8 +195,9 @@ def _float32() -> Model:
 
 @functools.cache
 def _float32_tiled() -> Model:
-    model = _float32()
+    model, head = _float32(), _packed().params.mtp
     params = models.tile_params(model.config, model.params)
+    params = dataclasses.replace(params, mtp=head)
     return dataclasses.replace(model, params=params)
 
 
@@ -200,22 +224,22 @@ def _make_peers() -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _systems(
-    peers: dict[str, Any], policies: dict[str, Any]
+    peers: dict[str, Any], policies: dict[str, Any], cell: str
 ) -> dict[str, Callable[[], Any]]:
     """Systems of a cell by name, made when they are needed."""
-    plain = cost.Policy("none", None, 0)
-    found: dict[str, Callable[[], Any]] = {
-        _PLAIN: lambda: _own("packed", "", plain),
-    }
-    if not _SMOKE.value:
-        found["own, plain, float32"] = lambda: _own("float32", "", plain)
-    for name in policies:
-        if name != "plain":
-            policy = _policy(policies[name])
-            found[f"own, {name}"] = functools.partial(_own, "packed", name, policy)
+    found: dict[str, Callable[[], Any]] = {}
+    for weights in _weights():
+        for name, own in policies[weights][cell].items():
+            found[_own_name(name, weights)] = functools.partial(
+                _own, weights, own["drafter"], _policy(own)
+            )
     for name, peer in peers.items():
         found[name] = lambda peer=peer: peer
     return found
+
+
+def _own_name(name: str, weights: str) -> str:
+    return f"own, {name}, {weights}"
 
 
 def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
@@ -224,12 +248,16 @@ def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
     order = np.random.default_rng(number)
     model = _packed()
     for set_name in _set_names():
+        if _own.cache_info().currsize > _MOST_SYSTEMS:
+            _own.cache_clear()
+            _warm.clear()
+            jax.clear_caches()
         prompts = PROMPT_SETS[set_name]
         text = prompts.measured[number % len(prompts.measured)]
         prompt = encode_prompt(model.tokenizer, text, is_chat=prompts.is_chat)
         for temperature in _TEMPERATURES:
             cell = f"{set_name}, {temperature:g}"
-            systems = _systems(peers, policies[cell])
+            systems = _systems(peers, policies, cell)
             names = list(systems)
             runs = {}
             for index in order.permutation(len(names)):
@@ -246,7 +274,9 @@ def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
                 name: {
                     "tokens_per_second": run.num_timed / max(run.seconds, 1e-9),
                     "num_tokens": len(run.tokens),
-                    "tokens_equal_plain": run.tokens == runs[_PLAIN].tokens,
+                    "tokens_sha256": hashlib.sha256(
+                        str(run.tokens).encode()
+                    ).hexdigest(),
                 }
                 for name, run in sorted(runs.items())
             }
@@ -310,21 +340,20 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     rounds = [part for name, part in parts.items() if name.startswith("round")]
     policies = parts["calibration"]["policies"]
     rows, chosen, faults = [], [], []
-    for cell, systems in policies.items():
-        best = next(name for name in systems if systems[name]["is_chosen"])
-        chosen_name = _PLAIN if best == "plain" else f"own, {best}"
+    for cell in (cell for cell in rounds[0] if cell != "library_sha256"):
+        own = {
+            _own_name(name, weights): (found, _own_name("plain", weights))
+            for weights, by_cell in policies.items()
+            for name, found in by_cell[cell].items()
+        }
         for name in rounds[0][cell]:
-            speeds = np.array(
-                [part[cell][name]["tokens_per_second"] for part in rounds]
-            )
-            plain = np.array(
-                [part[cell][_PLAIN]["tokens_per_second"] for part in rounds]
-            )
-            ratio = speeds / plain
-            key = "plain" if name == _PLAIN else name.removeprefix("own, ")
-            predicted = systems.get(key) if name.startswith("own, ") else None
-            is_chosen = name == chosen_name
-            own_mean = _mean_speed(rounds, cell, name)
+            predicted, plain_name = own.get(name, (None, _own_name("plain", "packed")))
+            speeds = _speeds(rounds, cell, name)
+            ratio = speeds / _speeds(rounds, cell, plain_name)
+            to_mean = ""
+            if predicted:
+                to_mean = f"{_speed(predicted) / _mean_speed(rounds, cell, name):.2f}"
+            is_chosen = predicted is not None and predicted["is_chosen"]
             rows.append(
                 [
                     cell,
@@ -336,19 +365,14 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                     f"{speeds.min():.1f} to {speeds.max():.1f}",
                     f"{np.median(ratio):.2f}",
                     f"{ratio.min():.2f} to {ratio.max():.2f}",
-                    f"{predicted['tokens_per_second']:.1f}" if predicted else "",
-                    f"{predicted['tokens_per_second'] / own_mean:.2f}"
-                    if predicted
-                    else "",
+                    f"{_speed(predicted):.1f}" if predicted else "",
+                    to_mean,
                 ]
             )
             if is_chosen:
                 chosen.append([cell, name, f"{np.median(ratio):.2f}"])
-            is_own = name.startswith("own, ") and "float32" not in name
-            if cell.endswith(", 0") and is_own:
-                for number, part in enumerate(rounds):
-                    if not part[cell][name]["tokens_equal_plain"]:
-                        faults.append(f"{cell}, {name}, round {number}: other tokens")
+            if predicted and cell.endswith(", 0"):
+                faults += _other_tokens(rounds, cell, name, plain_name)
     tables = [
         {
             "title": "Tokens per second, median over rounds",
@@ -358,7 +382,7 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                 "policy",
                 "tokens/s",
                 "range",
-                "to own plain",
+                "to plain",
                 "range",
                 "predicted",
                 "predicted to mean",
@@ -367,7 +391,7 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         },
         {
             "title": "What the cost model chose, beside plain decoding",
-            "columns": ["texts, temperature", "system", "to own plain"],
+            "columns": ["texts, temperature", "system", "to plain"],
             "rows": chosen,
         },
         {
@@ -387,6 +411,15 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         },
     ]
     return tables, faults
+
+
+def _other_tokens(rounds: list[Any], cell: str, name: str, plain: str) -> list[str]:
+    """Rounds in which a system wrote other tokens than plain decoding."""
+    return [
+        f"{cell}, {name}, round {number}: other tokens"
+        for number, part in enumerate(rounds)
+        if part[cell][name]["tokens_sha256"] != part[cell][plain]["tokens_sha256"]
+    ]
 
 
 def _speeds(rounds: list[Any], cell: str, name: str) -> np.ndarray:
@@ -441,7 +474,7 @@ def _run() -> int:
     results = Results("benchmark", settings)
     num_rounds = 2 if _SMOKE.value else _ROUNDS.value
     if "calibration" not in results.parts:
-        results.keep("calibration", _calibrate(_packed()))
+        results.keep("calibration", _calibrate())
     policies = results.parts["calibration"]["policies"]
     wanted = [f"round {number}" for number in range(num_rounds)]
     todo = [name for name in wanted if name not in results.parts]

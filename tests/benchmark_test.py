@@ -8,6 +8,13 @@ from command_lines import ROOT, run
 REPORT = ROOT / "docs" / "results" / "benchmark.json"
 
 
+OWN = ("plain", "mtp", "suffix", "both")
+
+
+def name_of(name, weights):
+    return f"own, {name}, {weights}"
+
+
 def cells_of(report):
     for name, part in report["parts"].items():
         if name.startswith("round"):
@@ -25,7 +32,7 @@ def test_smoke_run(tmp_path):
     found = dict(cells_of(report))
     assert set(found) == {"repetitive, 0", "repetitive, 1"}
     for systems in found.values():
-        assert {"own, plain", "own, suffix", "own, mtp", "own, both"} == set(systems)
+        assert set(systems) == {name_of(name, "packed") for name in OWN}
     assert "(chosen)" in result.stdout
 
 
@@ -33,12 +40,17 @@ def test_published_greedy_texts_are_those_of_plain_decoding():
     report = json.loads(REPORT.read_text())
     assert not report["settings"]["smoke"]
     cells = list(cells_of(report))
-    # Rounds of three kinds of text at two temperatures.
-    assert len(cells) >= 12
-    greedy = [systems for cell, systems in cells if cell.endswith(", 0")]
-    for systems in greedy:
-        for name in ("own, plain", "own, mtp", "own, suffix", "own, both"):
-            assert systems[name]["tokens_equal_plain"], name
-    # The control: at temperature 1 the token verifier draws other tokens.
-    warm = [systems for cell, systems in cells if cell.endswith(", 1")]
-    assert not all(systems["own, mtp"]["tokens_equal_plain"] for systems in warm)
+    # Five rounds of three kinds of text at two temperatures.
+    assert len(cells) >= 30
+
+    def are_equal(systems, name, weights):
+        found = [systems[name_of(n, weights)] for n in ("plain", name)]
+        return found[0]["tokens_sha256"] == found[1]["tokens_sha256"]
+
+    for weights in ("packed", "float32"):
+        for cell, systems in cells:
+            if cell.endswith(", 0"):
+                assert all(are_equal(systems, name, weights) for name in OWN), cell
+        # The control: at temperature 1 the token verifier draws other tokens.
+        warm = [systems for cell, systems in cells if cell.endswith(", 1")]
+        assert not all(are_equal(systems, "mtp", weights) for systems in warm)
