@@ -81,10 +81,13 @@ _OBJECTIVE = flags.DEFINE_enum(
 _WARM_START = flags.DEFINE_float(
     "warm_start",
     0.3,
-    "Part of the steps that minimise the cross entropy of the first draft, before all "
+    "Part of the steps that minimise --warm_objective of the first draft, before all "
     "drafts of a chain and --objective.",
     0.0,
     1.0,
+)
+_WARM_OBJECTIVE = flags.DEFINE_enum(
+    "warm_objective", "cross_entropy", training.OBJECTIVES, "What to minimise first."
 )
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 1.5e-3, "Its peak.")
 _WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.02, "Of matrices.", 0.0)
@@ -224,7 +227,7 @@ def _first_params(model: Model) -> models.MtpParams:
 
 def _warm_loss(tables: training.DraftTables, mtp: Any, states: Any) -> Any:
     loss, metrics = training.distillation_loss(
-        tables, mtp, states, objective="cross_entropy", draft_weights=(1.0,)
+        tables, mtp, states, objective=_WARM_OBJECTIVE.value, draft_weights=(1.0,)
     )
     later = range(1, _NUM_DRAFTS)
     return loss, metrics | {f"overlap_{i + 1}": jnp.float32(jnp.nan) for i in later}
@@ -365,6 +368,7 @@ def _write_card(folder: pathlib.Path, report: dict[str, Any]) -> None:
     columns = len(report["shipped"]["held_out"]["all"]["temperature 1"])
     head = " | ".join(f"draft {number + 1}" for number in range(columns))
     configuration = report["configuration"]
+    goes_on = "started_from" in configuration
     lines = [
         f"# Draft head for {configuration['target']}",
         "",
@@ -380,6 +384,7 @@ def _write_card(folder: pathlib.Path, report: dict[str, Any]) -> None:
         "target's own head",
         f"- Data: {report['num_tokens']} tokens, written by the target or passages of "
         "Shakespeare (public domain)",
+        *(["- Started from the head of an earlier run"] if goes_on else []),
         "- License: Apache-2.0, as that of the target",
         "",
         "Mean sum min(p, q) on held-out prompts, behind accepted drafts:",
@@ -439,6 +444,7 @@ def _run() -> int:
         "width": _WIDTH.value or model.config.intermediate_size,
         "objective": _OBJECTIVE.value,
         "warm_start": _WARM_START.value,
+        "warm_objective": _WARM_OBJECTIVE.value,
         "learning_rate": _LEARNING_RATE.value,
         "weight_decay": _WEIGHT_DECAY.value,
         "seed": _SEED.value,

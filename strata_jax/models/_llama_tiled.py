@@ -6,6 +6,7 @@ up to eight, each with the layers of `_tiled_layer`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -148,6 +149,8 @@ def check_tiled_params(config: LlamaConfig, params: TiledLlamaParams) -> None:
         check_tiles(f"params.{name}", getattr(params, name), shape)
 
 
+# A program of its own for the tracer: shapes are asked for before it runs.
+@functools.partial(jax.jit, static_argnums=0)
 def score_tiled_rows(
     config: LlamaConfig,
     params: TiledLlamaParams,

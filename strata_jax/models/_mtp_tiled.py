@@ -175,6 +175,8 @@ def empty_tiled_mtp_cache(mtp: TiledMtpParams, max_length: int) -> TiledLlamaCac
     return empty_tiled_cache(config, max_length)
 
 
+# A program of its own for the tracer, which then does it once for all callers.
+@jax.jit
 def run_tiled_cell(
     mtp: TiledMtpParams,
     cache: TiledLlamaCache,

@@ -104,7 +104,13 @@ def singleton(
             return family.commit(state, num_rows), features
 
         hidden_shape = jax.eval_shape(
-            family.score_rows, params, state, padded[:1], start, start, start
+            family.score_rows,
+            params,
+            state,
+            padded[:prefill_chunk],
+            start,
+            start,
+            start,
         )[1]
         features = jnp.zeros((num_tokens, hidden_shape.shape[1]), hidden_shape.dtype)
         num_chunks = (stop - start + prefill_chunk - 1) // prefill_chunk
