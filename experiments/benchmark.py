@@ -45,6 +45,7 @@ from strata_jax.diagnostics import cost
 
 _TEMPERATURES = (0.0, 1.0)
 _WEIGHTS = ("packed", "float32")
+_HUES = ("Blues", "Greens", "Oranges")  # of these, and of what others make
 # Own systems, and the drafters of which each takes the better.
 _OWN = {"mtp": ("mtp",), "suffix": ("suffix", "long suffix"), "both": ("both",)}
 # Drafts must be predicted to be so much faster before they are chosen: what was learnt
@@ -433,20 +434,39 @@ def _mean_speed(rounds: list[Any], cell: str, name: str) -> float:
     return sum(tokens) / sum(t / s for t, s in zip(tokens, speeds, strict=True))
 
 
+def _rank(name: str) -> tuple[int, int, str]:
+    """The place of a system in the chart: family, order in it, name."""
+    if not name.startswith("own, "):
+        return len(_WEIGHTS), 0, name
+    _, own, weights = name.split(", ")
+    return _WEIGHTS.index(weights), ["plain", *_OWN].index(own), name
+
+
 def _draw(results: Results) -> dict[str, str]:
     rounds = [part for name, part in results.parts.items() if name.startswith("round")]
     cells = [cell for cell in rounds[0] if cell != "library_sha256"]
-    names = list(dict.fromkeys(name for cell in cells for name in rounds[0][cell]))
+    names = sorted({name for cell in cells for name in rounds[0][cell]}, key=_rank)
+    families = [_rank(name)[0] for name in names]
     path = results.folder / f"{results.name}.png"
     with figure(path, figsize=(10, 4.5)) as (_, axes):
+        colormaps = importlib.import_module("matplotlib").colormaps
         width = 0.8 / len(names)
         for place, name in enumerate(names):
             speeds = np.array([_speeds(rounds, cell, name) for cell in cells])
             middle = np.median(speeds, axis=1)
             error = [middle - speeds.min(axis=1), speeds.max(axis=1) - middle]
             at = np.arange(len(cells)) + (place - len(names) / 2 + 0.5) * width
+            # One hue for each family, and a shade for each of its systems.
+            family = families[place]
+            shade = families[:place].count(family) / max(families.count(family) - 1, 1)
             axes.bar(
-                at, middle, width, yerr=error, label=name, error_kw={"linewidth": 0.8}
+                at,
+                middle,
+                width,
+                yerr=error,
+                label=name,
+                color=colormaps[_HUES[family]](0.85 - 0.5 * shade),
+                error_kw={"linewidth": 0.8},
             )
         axes.set_xticks(
             np.arange(len(cells)), [c.replace(", ", "\nT = ") for c in cells]
@@ -454,7 +474,10 @@ def _draw(results: Results) -> dict[str, str]:
         axes.set_ylabel("tokens per second")
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-        axes.legend(fontsize="small", ncols=2)
+        axes.margins(x=0.02)
+        axes.legend(
+            fontsize="small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1)
+        )
     alt = (
         "Bars of tokens per second for each kind of text and temperature, one for each "
         "system, with the range over rounds"
