@@ -79,6 +79,15 @@ def test_windows_across_blocks_of_attention_have_the_bits_of_one_token(
     np.testing.assert_array_equal(all_rows(tiled, TEXT, width=width), alone)
 
 
+@pytest.fixture
+def no_traces():
+    """A shape is traced once: a fault must be seen, and then forgotten."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("no_traces")
 def test_products_of_several_rows_fail_the_same_check(tiled, monkeypatch):
     exact = _tiled_layer.multiply
 

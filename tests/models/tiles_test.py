@@ -56,9 +56,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "num_rows", "num_columns"), CASES)
-def test_a_row_has_its_bits_at_every_width(kind, num_rows, num_columns):
+# A matrix by itself is multiplied in halves, if it is large.
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "num_columns", "num_layers"),
+    [(*case, layers) for case in CASES for layers in (1, 2)],
+)
+def test_a_row_has_its_bits_at_every_width(kind, num_rows, num_columns, num_layers):
     tiles, matrix = make(kind, num_rows, num_columns)
+    tiles = jax.tree.map(lambda leaf: leaf[-num_layers:], tiles)
     source = np.random.default_rng(0)
     states = source.standard_normal((8, num_rows)).astype(np.float32)
     alone = np.concatenate([product(states[i : i + 1], tiles) for i in range(8)])
