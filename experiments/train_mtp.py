@@ -406,11 +406,16 @@ def _run() -> int:
         raise ValueError(f"--out {out}: that is a file; name a folder")
     if not 0 < _LEARNING_RATE.value < math.inf:
         raise ValueError(f"--learning_rate {_LEARNING_RATE.value} must be positive")
-    if _START_FROM.value and not pathlib.Path(_START_FROM.value).is_file():
-        raise ValueError(f"--start_from {_START_FROM.value}: no such file")
+    earlier = pathlib.Path(_START_FROM.value) if _START_FROM.value else None
+    if earlier and not earlier.is_file():
+        raise ValueError(f"--start_from {earlier}: no such file")
     model = load_model(_TARGET.value)
     if not isinstance(model.config, models.LlamaConfig):
         raise ValueError(f"--target {_TARGET.value}: only llamas can have such a head")
+    # Before any text is written, since that takes long.
+    first_params = _first_params(model)
+    if earlier:
+        first_params = training.load_trained_params(earlier, first_params)
     plan = _plan()
     out.mkdir(parents=True, exist_ok=True)
     corpus = _shakespeare_corpus.load_shakespeare(pathlib.Path(_CORPUS_CACHE.value))
@@ -449,12 +454,8 @@ def _run() -> int:
         "weight_decay": _WEIGHT_DECAY.value,
         "seed": _SEED.value,
     }
-    first_params = _first_params(model)
-    if _START_FROM.value:
-        earlier = pathlib.Path(_START_FROM.value)
-        first_params = training.load_trained_params(earlier, first_params)
-        content = earlier.read_bytes()
-        configuration["started_from"] = hashlib.sha256(content).hexdigest()
+    if earlier:
+        configuration["started_from"] = hashlib.sha256(earlier.read_bytes()).hexdigest()
     state = trainer.init(first_params)
     history: dict[str, np.ndarray] = {}
     checkpoint = out / _CHECKPOINT

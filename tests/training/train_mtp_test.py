@@ -13,6 +13,10 @@ REFUSED = [
     (["--out", __file__], "that is a file; name a folder"),
     (["--out", "/tmp/x", "--learning_rate", "0"], "--learning_rate 0.0 must be pos"),
     (["--out", "/tmp/x", "--start_from", "/no/such"], "--start_from /no/such: no such"),
+    (
+        ["--out", "/tmp/x", "--start_from", str(checkpoints.bundled_path())],
+        "not a checkpoint of a training run",
+    ),
     (["--out", "/tmp/x", "--target", "/no/such.gguf"], "no such file"),
     (["--out", "/tmp/x", "--target", "tiny"], "only llamas"),
 ]
