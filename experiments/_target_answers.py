@@ -198,6 +198,7 @@ def write_shard(
     num_texts: int,
     length: int,
     eos_id: int,
+    is_rounded: bool = False,
 ) -> Shard:
     """Lets the target write one shard of texts.
 
@@ -209,11 +210,14 @@ def write_shard(
       num_texts: N.
       length: L.
       eos_id: the token that ends a turn.
+      is_rounded: whether the factors of matrix products are rounded to bfloat16, which
+        takes half the time and is close enough to learn from.
     """
+    dtype = jnp.dtype(jnp.bfloat16 if is_rounded else jnp.float32)
     given, kind, temperature = prompts.make(number, num_texts, length)
     key = jax.random.key(number)
     tokens, hidden, normalizer, is_written = _write(
-        config, eos_id, params, given, temperature, key
+        config, eos_id, dtype, params, given, temperature, key
     )
     hidden = np.asarray(hidden)
     if not np.isfinite(hidden).all():
@@ -228,10 +232,11 @@ def write_shard(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _write(
     config: models.LlamaConfig,
     eos_id: int,
+    dtype: jnp.dtype,
     params: models.LlamaParams,
     given: jax.Array,
     temperature: jax.Array,
@@ -239,9 +244,9 @@ def _write(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     num_texts, length = given.shape
     rows = jnp.arange(num_texts, dtype=jnp.int32)
-    heads = (num_texts, config.num_kv_heads)
-    keys = jnp.zeros((*heads, config.head_dim, length))
-    values = jnp.zeros((*heads, length, config.head_dim))
+    shape = (length, config.num_kv_heads, config.head_dim, num_texts)
+    keys = values = jnp.zeros(shape)
+    params = _with_matrices(params, dtype)
     layers = range(config.num_layers)
 
     def next_token(carry: tuple, position: jax.Array) -> tuple:
@@ -272,6 +277,13 @@ def _write(
     return tokens, hidden, normalizer, is_written
 
 
+def _with_matrices(params: models.LlamaParams, dtype: jnp.dtype) -> models.LlamaParams:
+    def convert(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(dtype) if leaf.ndim > 1 else leaf
+
+    return jax.tree.map(convert, params)
+
+
 def _run_texts(
     config: models.LlamaConfig,
     params: models.LlamaParams,
@@ -281,17 +293,16 @@ def _run_texts(
 ) -> tuple[jax.Array, jax.Array, tuple]:
     """Runs the next token of all texts together: logits, hidden states, the cache.
 
-    Attention is written as elementwise sums, which XLA makes one fast loop of; as
-    small products it would take most of the time.
+    The texts are the last axis of the cache, so that attention is a loop over positions
+    of elementwise products; as many small matrix products it would take most of the
+    time.
     """
     num_texts, width = tokens.shape[0], config.head_dim
     groups = config.num_heads // config.num_kv_heads
     keys, values = list(cache[0]), list(cache[1])
-    length = keys[0].shape[-1]
     half = width // 2
     frequencies = config.rope_theta ** (-jnp.arange(half) / half)
     cosine, sine = jnp.cos(position * frequencies), jnp.sin(position * frequencies)
-    is_visible = jnp.arange(length) <= position
 
     def norm(states: jax.Array, scale: jax.Array) -> jax.Array:
         mean = jnp.mean(states * states, axis=-1, keepdims=True)
@@ -303,49 +314,64 @@ def _run_texts(
             [first * cosine - second * sine, second * cosine + first * sine], axis=-1
         )
 
-    hidden = params.embedding[tokens]
+    def multiply(states: jax.Array, matrix: jax.Array) -> jax.Array:
+        return jnp.dot(
+            states.astype(matrix.dtype), matrix, preferred_element_type=jnp.float32
+        )
+
+    hidden = params.embedding[tokens].astype(jnp.float32)
     for index, layer in enumerate(params.layers):
         normed = norm(hidden, layer.attention_norm)
-        query = turn(normed @ layer.query) * width**-0.5
+        query = turn(multiply(normed, layer.query)) * width**-0.5
         query = query.reshape(num_texts, config.num_kv_heads, groups, width)
-        key = turn(normed @ layer.key)[..., None]
-        value = (normed @ layer.value).reshape(num_texts, -1, 1, width)
+        key = turn(multiply(normed, layer.key))
+        value = multiply(normed, layer.value).reshape(num_texts, -1, width)
+        start = (position, 0, 0, 0)
         keys[index] = jax.lax.dynamic_update_slice(
-            keys[index], key, (0, 0, 0, position)
+            keys[index], _texts_last(key)[None], start
         )
         values[index] = jax.lax.dynamic_update_slice(
-            values[index], value, (0, 0, position, 0)
+            values[index], _texts_last(value)[None], start
         )
-        key, value = keys[index][:, :, None], values[index][:, :, None]
-        scores = _add_up(
-            [query[..., lane, None] * key[..., lane, :] for lane in range(width)]
-        )
-        weights = jax.nn.softmax(jnp.where(is_visible, scores, -jnp.inf), axis=-1)
-        mixed = _add_up(
-            [
-                _add_up(
-                    [
-                        weights[..., row, None] * value[..., row, :]
-                        for row in range(start, min(start + 64, length))
-                    ]
-                )
-                for start in range(0, length, 64)
-            ]
-        )
-        hidden = hidden + mixed.reshape(num_texts, -1) @ layer.output
+        mixed = _attend(_texts_last(query), keys[index], values[index], position)
+        mixed = jnp.moveaxis(mixed, -1, 0)
+        hidden = hidden + multiply(mixed.reshape(num_texts, -1), layer.output)
         normed = norm(hidden, layer.feed_forward_norm)
-        inner = jax.nn.silu(normed @ layer.gate) * (normed @ layer.up)
-        hidden = hidden + inner @ layer.down
+        inner = jax.nn.silu(multiply(normed, layer.gate)) * multiply(normed, layer.up)
+        hidden = hidden + multiply(inner, layer.down)
     table = params.embedding if params.head is None else params.head
-    logits = norm(hidden, params.final_norm) @ table.T
+    logits = multiply(norm(hidden, params.final_norm), table.T)
     return logits, hidden, (tuple(keys), tuple(values))
 
 
-def _add_up(terms: list[jax.Array]) -> jax.Array:
-    chains = terms[:4]
-    for index, term in enumerate(terms[4:]):
-        chains[index % 4] = chains[index % 4] + term
-    return functools.reduce(jnp.add, chains)
+def _texts_last(states: jax.Array) -> jax.Array:
+    return jnp.moveaxis(states, 0, -1)
+
+
+def _attend(
+    query: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
+) -> jax.Array:
+    """Attention of `[kv, groups, head_dim, N]` to the positions up to this one."""
+    num_kv_heads, groups, width, num_texts = query.shape
+
+    def score(row: jax.Array, scores: jax.Array) -> jax.Array:
+        products = query * keys[row][:, None]
+        # Four sums side by side, since one waits for each of its terms.
+        sums = [
+            functools.reduce(
+                jnp.add, [products[:, :, i] for i in range(start, width, 4)]
+            )
+            for start in range(4)
+        ]
+        return scores.at[row].set(functools.reduce(jnp.add, sums))
+
+    def mix(row: jax.Array, mixed: jax.Array) -> jax.Array:
+        return mixed + weights[row][:, :, None] * values[row][:, None]
+
+    shape = (keys.shape[0], num_kv_heads, groups, num_texts)
+    scores = jnp.full(shape, -jnp.inf)
+    weights = jax.nn.softmax(jax.lax.fori_loop(0, position + 1, score, scores), axis=0)
+    return jax.lax.fori_loop(0, position + 1, mix, jnp.zeros_like(query))
 
 
 def _draw(

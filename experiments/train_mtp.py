@@ -13,7 +13,6 @@ Q8_0 and its card. Started again with the same flags, the run goes on where it w
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -21,7 +20,7 @@ import os
 import pathlib
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import _shakespeare_corpus
 import jax
@@ -68,7 +67,7 @@ _LENGTH = flags.DEFINE_integer(
     "length", None, "Tokens in a text; 256, or 64 with --smoke.", 8
 )
 _STEPS = flags.DEFINE_integer("steps", None, "Steps; 1200, or 4 with --smoke.", 1)
-_BATCH = flags.DEFINE_integer("batch", 8, "Texts in a batch.", 1)
+_BATCH = flags.DEFINE_integer("batch", 16, "Texts in a batch.", 1)
 _VOCABULARY = flags.DEFINE_integer(
     "vocabulary", 8192, "Tokens that can be drafted: the likeliest of the texts.", 1
 )
@@ -89,6 +88,12 @@ _WARM_START = flags.DEFINE_float(
 _WARM_OBJECTIVE = flags.DEFINE_enum(
     "warm_objective", "cross_entropy", training.OBJECTIVES, "What to minimise first."
 )
+_OPTIMIZER = flags.DEFINE_enum(
+    "optimizer",
+    "muon",
+    ("muon", "adamw"),
+    "What takes the steps; one of muon does more and takes longer.",
+)
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 1.5e-3, "Its peak.")
 _WEIGHT_DECAY = flags.DEFINE_float("weight_decay", 0.02, "Of matrices.", 0.0)
 _START_FROM = flags.DEFINE_string(
@@ -101,6 +106,13 @@ _EVALUATE_EVERY = flags.DEFINE_integer(
 _CORPUS_CACHE = flags.DEFINE_string(
     "corpus_cache", CACHE, "Folder where the public-domain text is kept."
 )
+
+
+class _Inputs(NamedTuple):
+    """What a step sees; as arguments, tables are not copied into its program."""
+
+    tables: training.DraftTables
+    states: training.TargetStates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +176,7 @@ def _write_answers(
                     num_texts=plan.texts,
                     length=plan.length,
                     eos_id=model.tokenizer.eos_ids[0],
+                    is_rounded=not is_held_out,
                 )
                 save_shard(path, shard)
                 show(done, split)
@@ -178,9 +191,10 @@ def _choose_vocabulary(model: Model, shards: list[Shard], size: int) -> np.ndarr
     """
 
     @jax.jit
-    def expect(hidden: jax.Array, log_normalizer: jax.Array) -> jax.Array:
-        normed = _norm(hidden.astype(jnp.float32), model)
-        logits = normed @ _head(model).T
+    def expect(
+        head: jax.Array, hidden: jax.Array, log_normalizer: jax.Array
+    ) -> jax.Array:
+        logits = _norm(hidden.astype(jnp.float32), model) @ head.T
         return jnp.sum(jnp.exp(logits - log_normalizer[:, None]), axis=0)
 
     total = np.zeros(model.config.vocab_size)
@@ -192,7 +206,7 @@ def _choose_vocabulary(model: Model, shards: list[Shard], size: int) -> np.ndarr
         picked = np.arange(0, len(hidden) - 255, 7 * 256)
         for start in picked:
             rows = slice(start, start + 256)
-            total += np.asarray(expect(hidden[rows], normalizer[rows]))
+            total += np.asarray(expect(_head(model), hidden[rows], normalizer[rows]))
     return np.sort(np.argsort(-total, kind="stable")[:size]).astype(np.int32)
 
 
@@ -225,23 +239,32 @@ def _first_params(model: Model) -> models.MtpParams:
     return dataclasses.replace(mtp, layer=layer, final_norm=model.params.final_norm)
 
 
-def _warm_loss(tables: training.DraftTables, mtp: Any, states: Any) -> Any:
+def _warm_loss(mtp: Any, inputs: _Inputs) -> Any:
+    tables, states = inputs
     loss, metrics = training.distillation_loss(
-        tables, mtp, states, objective=_WARM_OBJECTIVE.value, draft_weights=(1.0,)
+        tables,
+        mtp,
+        states,
+        objective=_WARM_OBJECTIVE.value,
+        draft_weights=(1.0,),
+        is_rounded=True,
     )
     later = range(1, _NUM_DRAFTS)
     return loss, metrics | {f"overlap_{i + 1}": jnp.float32(jnp.nan) for i in later}
 
 
-def _loss(tables: training.DraftTables, mtp: Any, states: Any) -> Any:
-    return training.distillation_loss(tables, mtp, states, objective=_OBJECTIVE.value)
+def _loss(mtp: Any, inputs: _Inputs) -> Any:
+    tables, states = inputs
+    return training.distillation_loss(
+        tables, mtp, states, objective=_OBJECTIVE.value, is_rounded=True
+    )
 
 
-def _batches(shards: list[Shard], seed: int) -> Any:
-    """Returns step -> states of a batch, a function of the step alone."""
+def _batches(tables: training.DraftTables, shards: list[Shard], seed: int) -> Any:
+    """Returns step -> tables and states of a batch, a function of the step alone."""
     sizes = np.cumsum([0, *(len(shard.tokens) for shard in shards)])
 
-    def batch(step: int) -> training.TargetStates:
+    def batch(step: int) -> _Inputs:
         rng = np.random.default_rng([seed, step])
         rows = rng.integers(sizes[-1], size=_BATCH.value)
         picked = []
@@ -251,9 +274,10 @@ def _batches(shards: list[Shard], seed: int) -> Any:
             picked.append(
                 (shard.tokens[place], shard.hidden[place], shard.log_normalizer[place])
             )
-        return training.TargetStates(
+        states = training.TargetStates(
             *(np.stack(leaf) for leaf in zip(*picked, strict=True))
         )
+        return _Inputs(tables, states)
 
     return batch
 
@@ -270,11 +294,15 @@ def _measure(
     Rows are those whose token the target wrote. A draft's row counts if the tokens
     before it in its chain were written too.
     """
-    head = _head(model)
     index = jnp.asarray(vocabulary)
 
     @jax.jit
-    def overlaps(mtp: models.MtpParams, states: training.TargetStates) -> jax.Array:
+    def overlaps(
+        tables: training.DraftTables,
+        head: jax.Array,
+        mtp: models.MtpParams,
+        states: training.TargetStates,
+    ) -> jax.Array:
         tokens = jnp.asarray(states.tokens)
         hidden = jnp.asarray(states.hidden).astype(jnp.float32)
         drafts, _ = models.mtp_forward(tables, mtp, hidden[:, :-1], tokens, _NUM_DRAFTS)
@@ -303,7 +331,7 @@ def _measure(
         states = training.TargetStates(
             held_out.tokens[rows], held_out.hidden[rows], held_out.log_normalizer[rows]
         )
-        pieces.append(np.asarray(overlaps(mtp, states)))
+        pieces.append(np.asarray(overlaps(tables, _head(model), mtp, states)))
     values = np.concatenate(pieces, axis=2)
     # Cell c drafts what row c + 1 is about: the token at c + 2.
     written = held_out.is_written
@@ -427,16 +455,17 @@ def _run() -> int:
         head=_head(model)[jnp.asarray(vocabulary)],
     )
 
-    optimizer = training.adamw(
+    make_optimizer = {"muon": training.muon, "adamw": training.adamw}
+    optimizer = make_optimizer[_OPTIMIZER.value](
         plan.steps,
         learning_rate=_LEARNING_RATE.value,
         warmup_steps=math.ceil((plan.steps - 1) * 0.04),
         weight_decay=_WEIGHT_DECAY.value,
     )
-    warm_trainer = training.trainer(functools.partial(_warm_loss, tables), optimizer)
-    trainer = training.trainer(functools.partial(_loss, tables), optimizer)
+    warm_trainer = training.trainer(_warm_loss, optimizer)
+    trainer = training.trainer(_loss, optimizer)
     warm_steps = round(_WARM_START.value * plan.steps)
-    batch = _batches(shards, _SEED.value)
+    batch = _batches(tables, shards, _SEED.value)
 
     configuration = {
         "target": model.name,
@@ -450,6 +479,7 @@ def _run() -> int:
         "objective": _OBJECTIVE.value,
         "warm_start": _WARM_START.value,
         "warm_objective": _WARM_OBJECTIVE.value,
+        "optimizer": _OPTIMIZER.value,
         "learning_rate": _LEARNING_RATE.value,
         "weight_decay": _WEIGHT_DECAY.value,
         "seed": _SEED.value,

@@ -8,6 +8,7 @@ arithmetic computes, in another order of rounding.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +29,13 @@ from strata_jax.models._moe import MoeCache
 from strata_jax.models._moe_layer_params import MoeConfig, MoeLayer, SharedExpert
 from strata_jax.models._moe_params import MoeParams
 from strata_jax.models._mtp_params import MtpParams
+from strata_jax.models._rounded_product import rounded_product
 from strata_jax.models._router import route
 
 # Tokens that share one product with an expert's weights.
 _BLOCK = 128
+
+_Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class MoeOutputs(NamedTuple):
@@ -69,7 +73,9 @@ def moe_forward(config: MoeConfig, params: MoeParams, tokens: jax.Array) -> MoeO
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     balance = jnp.zeros((), hidden.dtype)
     for layer in params.layers:
-        hidden, _, layer_balance = _layer(config, layer, hidden, positions, [])
+        hidden, _, layer_balance = _layer(
+            config, layer, hidden, positions, [], jnp.matmul
+        )
         balance = balance + layer_balance
     table = params.embedding if params.head is None else params.head
     normed = rms_norm(hidden, params.final_norm, config.norm_epsilon)
@@ -82,6 +88,8 @@ def mtp_forward(
     hidden: jax.Array,
     tokens: jax.Array,
     num_steps: int,
+    *,
+    is_rounded: bool = False,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Runs a draft head over whole texts, chained as it drafts.
 
@@ -94,6 +102,8 @@ def mtp_forward(
       hidden: `[B, L, D]`, the target's, before its final norm.
       tokens: `[B, L + 1]` int32; cell c pairs `hidden[:, c]` and `tokens[:, c + 1]`.
       num_steps: how many drafts to chain.
+      is_rounded: whether factors of products with matrices, but for those of experts
+        and the router, are rounded to bfloat16.
 
     Returns:
       For each step logits `[B, L, n]` of the token at c + 2, n the draft vocabulary
@@ -105,6 +115,7 @@ def mtp_forward(
     table = params.embedding if mtp.embedding is None else mtp.embedding
     head = params.embedding if params.head is None else params.head
     head = head if mtp.head is None else mtp.head
+    multiply = rounded_product if is_rounded else jnp.matmul
     embedded = rms_norm(table[tokens[:, 1:]], mtp.embedding_norm, config.norm_epsilon)
     positions = jnp.arange(hidden.shape[1], dtype=jnp.int32)
     earlier: list[_Attended] = []
@@ -112,14 +123,19 @@ def mtp_forward(
     balance = jnp.zeros((), hidden.dtype)
     for _ in range(num_steps):
         normed = rms_norm(hidden, mtp.hidden_norm, config.norm_epsilon)
-        state = jnp.concatenate([embedded, normed], axis=-1) @ mtp.projection
+        joined = jnp.concatenate([embedded, normed], axis=-1)
         state, attended, step_balance = _layer(
-            config, mtp.layer, state, positions, earlier
+            config,
+            mtp.layer,
+            multiply(joined, mtp.projection),
+            positions,
+            earlier,
+            multiply,
         )
         earlier.append(attended)
         balance = balance + step_balance
         normed = rms_norm(state, mtp.final_norm, config.norm_epsilon)
-        logits.append(normed @ head.T)
+        logits.append(multiply(normed, head.T))
         # The next step's cell c takes what this step made of cell c - 1.
         hidden = jnp.roll(state, 1, axis=1)
     return logits, balance
@@ -183,12 +199,14 @@ def _layer(
     hidden: jax.Array,
     positions: jax.Array,
     earlier: list[_Attended],
+    multiply: _Multiply,
 ) -> tuple[jax.Array, _Attended, jax.Array]:
-    mixed, attended = _attention(config, layer, hidden, positions, earlier)
-    hidden = hidden + mixed @ layer.output
+    mixed, attended = _attention(config, layer, hidden, positions, earlier, multiply)
+    hidden = hidden + multiply(mixed, layer.output)
     normed = rms_norm(hidden, layer.feed_forward_norm, config.norm_epsilon)
     if isinstance(layer, LlamaLayer):
-        fed = (jax.nn.silu(normed @ layer.gate) * (normed @ layer.up)) @ layer.down
+        inner = jax.nn.silu(multiply(normed, layer.gate)) * multiply(normed, layer.up)
+        fed = multiply(inner, layer.down)
         return hidden + fed, attended, jnp.zeros((), hidden.dtype)
     width = hidden.shape[-1]
     fed, balance = _experts(config, layer, normed.reshape(-1, width))
@@ -201,12 +219,14 @@ def _attention(
     hidden: jax.Array,
     positions: jax.Array,
     earlier: list[_Attended],
+    multiply: _Multiply,
 ) -> tuple[jax.Array, _Attended]:
     num_texts, length, _ = hidden.shape
     normed = rms_norm(hidden, layer.attention_norm, config.norm_epsilon)
 
     def heads(weight: jax.Array) -> jax.Array:
-        return (normed @ weight).reshape(num_texts, length, -1, config.head_dim)
+        states = multiply(normed, weight)
+        return states.reshape(num_texts, length, -1, config.head_dim)
 
     query, key, value = heads(layer.query), heads(layer.key), heads(layer.value)
     query, key = norm_heads(config, layer, query, key)

@@ -8,7 +8,6 @@ from strata_jax.training._corpus import join_documents as join_documents
 from strata_jax.training._corpus import sample_batches as sample_batches
 from strata_jax.training._loop import Trainer as Trainer
 from strata_jax.training._loop import TrainingState as TrainingState
-from strata_jax.training._loop import adamw as adamw
 from strata_jax.training._loop import evaluate as evaluate
 from strata_jax.training._loop import train as train
 from strata_jax.training._loop import trainer as trainer
@@ -17,3 +16,5 @@ from strata_jax.training._objective import DraftTables as DraftTables
 from strata_jax.training._objective import TargetStates as TargetStates
 from strata_jax.training._objective import distillation_loss as distillation_loss
 from strata_jax.training._objective import joint_loss as joint_loss
+from strata_jax.training._optimizers import adamw as adamw
+from strata_jax.training._optimizers import muon as muon

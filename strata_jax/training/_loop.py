@@ -16,7 +16,8 @@ from strata_jax import _checks
 
 Params = Any
 Metrics = dict[str, jax.Array]
-LossFunction = Callable[[Params, jax.Array], tuple[jax.Array, Metrics]]
+# Of parameters and of what a step sees: tokens, or any tree of arrays.
+LossFunction = Callable[[Params, Any], tuple[jax.Array, Metrics]]
 History = Mapping[str, np.ndarray]
 
 
@@ -40,71 +41,13 @@ class Trainer(NamedTuple):
 
     Attributes:
       init: params -> the state before the first step; the parameters are copied.
-      step: (state, tokens `[B, T]` int32) -> (state, metrics), compiled; the state
-        that is given is consumed, as its buffers are used again.
+      step: (state, what the loss function takes, such as tokens `[B, T]` int32) ->
+        (state, metrics), compiled; the state that is given is consumed, as its buffers
+        are used again.
     """
 
     init: Callable[[Params], TrainingState]
-    step: Callable[[TrainingState, jax.typing.ArrayLike], tuple[TrainingState, Metrics]]
-
-
-def adamw(
-    num_steps: int,
-    *,
-    learning_rate: float,
-    warmup_steps: int,
-    final_fraction: float = 0.02,
-    weight_decay: float = 0.1,
-    clip_norm: float = 1.0,
-    first_decay: float = 0.9,
-    second_decay: float = 0.95,
-) -> optax.GradientTransformation:
-    """AdamW with warm-up, a cosine schedule and clipping by the global norm.
-
-    Args:
-      num_steps: length of the run; the schedule ends there.
-      learning_rate: its peak.
-      warmup_steps: steps of linear rise from 0.
-      final_fraction: the last learning rate, as a fraction of the peak.
-      weight_decay: decay of the parameters with two or more axes; vectors, such as
-        the weights of norms, are left alone.
-      clip_norm: largest global norm of a gradient.
-      first_decay: decay of the running mean.
-      second_decay: decay of the running mean of squares.
-
-    Returns:
-      The optimizer.
-
-    Raises:
-      ValueError: naming the argument that is out of range.
-
-    Exactness: neither.
-    """
-    _checks.check_integer("num_steps", num_steps, 1)
-    _checks.check_integer("warmup_steps", warmup_steps, 0, num_steps - 1)
-    if not 0 < learning_rate < math.inf:
-        raise ValueError(f"learning_rate must be positive, got {learning_rate!r}")
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=learning_rate,
-        warmup_steps=warmup_steps,
-        decay_steps=num_steps,
-        end_value=learning_rate * final_fraction,
-    )
-
-    def is_matrix(params: Params) -> Any:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(
-            schedule,
-            b1=first_decay,
-            b2=second_decay,
-            weight_decay=weight_decay,
-            mask=is_matrix,
-        ),
-    )
+    step: Callable[[TrainingState, Any], tuple[TrainingState, Metrics]]
 
 
 def trainer(loss_fn: LossFunction, optimizer: optax.GradientTransformation) -> Trainer:
@@ -112,7 +55,8 @@ def trainer(loss_fn: LossFunction, optimizer: optax.GradientTransformation) -> T
 
     Args:
       loss_fn: (params, tokens) -> (loss, metrics), differentiable in params; the
-        metrics are scalars by name.
+        metrics are scalars by name. Instead of tokens it may take any tree of arrays.
+        Large arrays belong there: those it closes over are copied into its program.
       optimizer: any optax optimizer.
 
     Returns:
@@ -131,11 +75,9 @@ def trainer(loss_fn: LossFunction, optimizer: optax.GradientTransformation) -> T
             optimizer_state=optimizer.init(params),
         )
 
-    def step(
-        state: TrainingState, tokens: jax.typing.ArrayLike
-    ) -> tuple[TrainingState, Metrics]:
+    def step(state: TrainingState, inputs: Any) -> tuple[TrainingState, Metrics]:
         value_and_gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, metrics), gradient = value_and_gradient(state.params, tokens)
+        (loss, metrics), gradient = value_and_gradient(state.params, inputs)
         # optax promotes: it raises floats to the power of an int32 count.
         with jax.numpy_dtype_promotion("standard"):
             updates, optimizer_state = optimizer.update(
@@ -156,7 +98,7 @@ def trainer(loss_fn: LossFunction, optimizer: optax.GradientTransformation) -> T
 def train(
     trainer: Trainer,
     state: TrainingState,
-    batch: Callable[[int], np.ndarray],
+    batch: Callable[[int], Any],
     num_steps: int,
     *,
     history: History | None = None,
@@ -170,8 +112,8 @@ def train(
     Args:
       trainer: the run's functions.
       state: where to start; consumed.
-      batch: step -> `[B, T]` int32, a function of the step alone, such as
-        `sample_batches` returns.
+      batch: step -> what the loss function takes, such as tokens `[B, T]` int32 from
+        what `sample_batches` returns; a function of the step alone.
       num_steps: steps in all, those already taken included.
       history: metrics of the steps before, `[step]` by name.
       on_step: called after each step with the number of steps taken and the metrics.

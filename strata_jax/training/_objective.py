@@ -124,6 +124,7 @@ def distillation_loss(
     *,
     objective: str = "overlap",
     draft_weights: tuple[float, ...] = (1.0, 0.8, 0.6),
+    is_rounded: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss of a draft head towards a fixed target's own distributions.
 
@@ -138,6 +139,8 @@ def distillation_loss(
       objective: "overlap" is minus sum min(p, q), which is the acceptance itself;
         "log_overlap" its logarithm; "cross_entropy" that of q under p.
       draft_weights: weight of each draft's loss; as many drafts are chained.
+      is_rounded: whether the head's products round their factors to bfloat16, in its
+        gradient too; sums, weights and all between products stay float32.
 
     Returns:
       The loss, and by name `overlap_1`, ...: mean sum min(p, q) of each draft over the
@@ -163,7 +166,9 @@ def distillation_loss(
         )
     tokens = jnp.asarray(states.tokens)
     hidden = jnp.asarray(states.hidden).astype(jnp.float32)
-    drafts, _ = mtp_forward(tables, mtp, hidden[:, :-1], tokens, num_drafts)
+    drafts, _ = mtp_forward(
+        tables, mtp, hidden[:, :-1], tokens, num_drafts, is_rounded=is_rounded
+    )
     normed = rms_norm(hidden[:, 1:], tables.final_norm, mtp.config.norm_epsilon)
     # Of the whole vocabulary's distribution; what cannot be drafted is left out.
     normalizer = jnp.asarray(states.log_normalizer)[:, 1:, None]

@@ -85,6 +85,29 @@ def test_every_objective_raises_the_overlap(parts, objective):
         assert history[name][-1] > history[name][0] + 0.02
 
 
+def test_rounded_products_give_nearly_the_same_gradient(parts):
+    tables, head, states, _ = parts
+
+    def loss_fn(head, is_rounded):
+        return training.distillation_loss(
+            tables, head, states, objective="cross_entropy", is_rounded=is_rounded
+        )[0]
+
+    compute = jax.value_and_grad(loss_fn)
+    loss, gradient = compute(head, False)
+    rounded_loss, rounded = compute(head, True)
+    np.testing.assert_allclose(rounded_loss, loss, rtol=1e-2)
+    assert rounded_loss != loss  # or nothing would have been rounded
+    for (path, whole), leaf in zip(
+        jax.tree.leaves_with_path(gradient), jax.tree.leaves(rounded), strict=True
+    ):
+        assert leaf.dtype == jnp.float32
+        scale = jnp.sqrt(jnp.mean(whole**2))
+        error = jnp.sqrt(jnp.mean((leaf - whole) ** 2))
+        assert error < 0.03 * scale, jax.tree_util.keystr(path)
+        assert error > 0
+
+
 def test_bad_arguments_are_refused(parts):
     tables, head, states, _ = parts
     with pytest.raises(ValueError, match="objective must be one of"):

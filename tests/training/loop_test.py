@@ -193,62 +193,6 @@ def test_loss_that_is_not_finite():
         run(TRAINER.init(params))
 
 
-class TestAdamw:
-    def step_sizes(self, shape):
-        """What each step takes off a parameter of 1 whose gradient is 0."""
-        optimizer = training.adamw(
-            10, learning_rate=0.5, warmup_steps=2, final_fraction=0.2, weight_decay=0.1
-        )
-        params, zeros = jnp.ones(shape), jnp.zeros(shape)
-        state = optimizer.init(params)
-        sizes = []
-        with jax.numpy_dtype_promotion("standard"):
-            for _ in range(11):
-                updates, state = optimizer.update(zeros, state, params)
-                sizes.append(-float(updates.ravel()[0]))
-        return sizes
-
-    def test_schedule_and_decay_of_matrices(self):
-        # Linear to the peak, then a cosine of 8 steps to a fifth.
-        turns = (1 + np.cos(np.pi * np.arange(9) / 8)) / 2
-        expected = [0, 0.25, *(0.5 * (0.2 + 0.8 * turns))]
-        np.testing.assert_allclose(
-            self.step_sizes((2, 2)), 0.1 * np.array(expected), rtol=1e-5
-        )
-
-    def test_vectors_do_not_decay(self):
-        assert self.step_sizes((2,)) == [0.0] * 11
-
-    def test_clips_by_global_norm(self):
-        def first_mean(gradient):
-            optimizer = training.adamw(10, learning_rate=0.5, warmup_steps=2)
-            state = optimizer.init(gradient)
-            with jax.numpy_dtype_promotion("standard"):
-                _, state = optimizer.update(gradient, state, gradient)
-            return optax.tree.get(state, "mu")
-
-        # Norm 5, clipped to 1; a tenth enters the running mean.
-        clipped = first_mean({"a": jnp.array([3.0]), "b": jnp.array([4.0])})
-        np.testing.assert_allclose(clipped["a"], [0.06], rtol=1e-6)
-        np.testing.assert_allclose(clipped["b"], [0.08], rtol=1e-6)
-        small = first_mean({"a": jnp.array([0.3]), "b": jnp.array([0.4])})
-        np.testing.assert_allclose(small["a"], [0.03], rtol=1e-6)
-
-    @pytest.mark.parametrize(
-        ("arguments", "match"),
-        [
-            ({"num_steps": 0}, "num_steps"),
-            ({"warmup_steps": 10}, "warmup_steps must be at most 9"),
-            ({"learning_rate": 0.0}, "learning_rate must be positive"),
-            ({"learning_rate": float("nan")}, "learning_rate must be positive"),
-        ],
-    )
-    def test_refuses(self, arguments, match):
-        defaults = {"num_steps": 10, "learning_rate": 0.1, "warmup_steps": 2}
-        with pytest.raises(ValueError, match=match):
-            training.adamw(**{**defaults, **arguments})
-
-
 class TestEvaluate:
     def test_weights_a_short_last_batch(self):
         def loss_fn(params, tokens):
