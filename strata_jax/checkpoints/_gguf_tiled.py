@@ -26,8 +26,8 @@ def load_gguf_tiled(
 ) -> tuple[LlamaConfig, TiledLlamaParams]:
     """Loads a llama from a GGUF file in tiles; quantised weights stay quantised.
 
-    Matrices in Q8_0, Q4_0 or Q4_1 are kept as int8 with float32 scales of 32 entries;
-    of other types, as float32.
+    Matrices in Q8_0, Q4_0 or Q4_1 are kept as int8 with scales of 32 entries in half
+    precision, as in the file; of other types, as float32.
 
     Args:
       path: a GGUF file of architecture `llama`.

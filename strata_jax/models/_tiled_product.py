@@ -103,6 +103,9 @@ def multiply(
         part = lax.dynamic_slice(array, place, size, allow_negative_indices=False)
         return lax.squeeze(part, (0, 3) if row else (0,))
 
+    def of_blocks(array: jax.Array) -> jax.Array:
+        return part_of(array).astype(dtype)[:, :, None]
+
     def product(row: int) -> jax.Array:
         # Of `lax`, since hundreds of jnp's operations take seconds to trace.
         state = lax.slice_in_dim(rows.states, row, row + 1, axis=2)
@@ -114,9 +117,9 @@ def multiply(
 
     parts = chained_sum([product(row) for row in range(TILE_ROWS)])
     if tiles.scale is not None:
-        parts = parts * part_of(tiles.scale)[:, :, None]
+        parts = parts * of_blocks(tiles.scale)
     if tiles.offset is not None:
-        parts = parts + rows.sums[:, None, :, None] * part_of(tiles.offset)[:, :, None]
+        parts = parts + rows.sums[:, None, :, None] * of_blocks(tiles.offset)
     total = jnp.swapaxes(_add_chunks(parts), 0, 1)
     total = total.reshape(total.shape[0], -1)
     return total[:, : tiles.num_columns] if num_blocks is None else total

@@ -1,5 +1,7 @@
 """Products on tiles: the right values, and a row's bits whatever the other rows."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,16 +28,20 @@ def make(kind, num_rows, num_columns):
         matrices = [source.standard_normal(shape).astype(np.float32) for _ in range(2)]
         return cut_tiles(matrices), matrices[LAYER].astype(np.float64)
     low, high = (-127, 128) if kind == "q8_0" else (0, 16)
+    # What half precision does not hold is stored in float32.
+    dtype = np.float32 if kind.endswith("float32") else np.float16
     values = [source.integers(low, high, shape).astype(np.int8) for _ in range(2)]
     blocks = (num_rows // 32, num_columns)
-    scale = [source.uniform(0.01, 0.02, blocks).astype(np.float32) for _ in range(2)]
+    scale = [source.uniform(0.01, 0.02, blocks).astype(dtype) for _ in range(2)]
     offset = None
-    if kind == "q4_1":
-        offset = [source.uniform(-0.2, 0, blocks).astype(np.float32) for _ in range(2)]
+    if kind != "q8_0":
+        offset = [source.uniform(-0.2, 0, blocks).astype(dtype) for _ in range(2)]
     matrix = values[LAYER] * np.repeat(scale[LAYER].astype(np.float64), 32, axis=0)
     if offset is not None:
         matrix = matrix + np.repeat(offset[LAYER].astype(np.float64), 32, axis=0)
-    return cut_packed_tiles(values, scale, offset), matrix
+    tiles = cut_packed_tiles(values, scale, offset)
+    assert tiles.scale.dtype == dtype
+    return tiles, matrix
 
 
 @jax.jit
@@ -53,6 +59,7 @@ CASES = [
     ("float32", 300, 250),
     ("q8_0", 256, 960),
     ("q4_1", 1536, 576),
+    ("q4_1 in float32", 256, 960),
 ]
 
 
@@ -71,6 +78,20 @@ def test_a_row_has_its_bits_at_every_width(kind, num_rows, num_columns, num_laye
     assert (np.abs(alone - states @ matrix) <= 1e-5 * size).all()
     for width in WIDTHS:
         np.testing.assert_array_equal(product(states[:width], tiles), alone[:width])
+
+
+def test_scales_in_half_precision_give_the_bits_of_float32():
+    tiles, _ = make("q4_1", 256, 960)
+    wide = dataclasses.replace(
+        tiles,
+        scale=tiles.scale.astype(jnp.float32),
+        offset=tiles.offset.astype(jnp.float32),
+    )
+    states = np.random.default_rng(3).standard_normal((2, 256)).astype(np.float32)
+    found = np.asarray(product(states, tiles))
+    np.testing.assert_array_equal(found, np.asarray(product(states, wide)))
+    rounded = dataclasses.replace(wide, scale=wide.scale * np.float32(1 + 2**-20))
+    assert (found != np.asarray(product(states, rounded))).any()
 
 
 def test_xlas_own_product_fails_the_same_check():
