@@ -26,6 +26,8 @@ class Run(NamedTuple):
     """How many of these tokens the seconds are of."""
     seconds: float
     """Of writing, without reading the prompt."""
+    num_windows: int | None = None
+    """How many windows wrote it, where the system tells."""
 
 
 class System(Protocol):
@@ -67,7 +69,8 @@ class OwnSystem:
             **{"temperature": temperature, "seed": seed, **self._settings},
         )
         tokens = found.tokens.tolist()
-        return Run(tokens, len(tokens), sum(found.call_seconds))
+        num_windows = int((found.verdicts.num_emitted > 0).sum())
+        return Run(tokens, len(tokens), sum(found.call_seconds), num_windows)
 
 
 class _Times:

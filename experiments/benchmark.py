@@ -48,6 +48,7 @@ _WEIGHTS = ("packed", "float32")
 _HUES = ("Blues", "Greens", "Oranges")  # of these, and of what others make
 # Own systems, and the drafters of which each takes the better.
 _OWN = {"mtp": ("mtp",), "suffix": ("suffix", "long suffix"), "both": ("both",)}
+_CALIBRATION_ROUNDS = 9
 # Drafts must be predicted to be so much faster before they are chosen: what was learnt
 # on other texts, and with noise, is not worth more.
 _LEAST_GAIN = 1.05
@@ -96,7 +97,14 @@ def _calibrate() -> dict[str, Any]:
         params = _model(weights).params
         found = {}
         for name, drafter in sources.items():
-            found[name] = cost.measure(target, drafter, params, prompt, temperature=1.0)
+            found[name] = cost.measure(
+                target,
+                drafter,
+                params,
+                prompt,
+                rounds=_CALIBRATION_ROUNDS,
+                temperature=1.0,
+            )
             # A process can hold a limited number of compiled programs.
             jax.clear_caches()
         # One plain step for all, so that noise between them prefers none.
@@ -275,6 +283,7 @@ def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
                 name: {
                     "tokens_per_second": run.num_timed / max(run.seconds, 1e-9),
                     "num_tokens": len(run.tokens),
+                    "num_windows": run.num_windows,
                     "tokens_sha256": hashlib.sha256(
                         str(run.tokens).encode()
                     ).hexdigest(),
@@ -368,6 +377,7 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                     f"{ratio.min():.2f} to {ratio.max():.2f}",
                     f"{_speed(predicted):.1f}" if predicted else "",
                     to_mean,
+                    _per_window(rounds, cell, name),
                 ]
             )
             if is_chosen:
@@ -387,6 +397,7 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                 "range",
                 "predicted",
                 "predicted to mean",
+                "tokens a window",
             ],
             "rows": rows,
         },
@@ -432,6 +443,15 @@ def _mean_speed(rounds: list[Any], cell: str, name: str) -> float:
     tokens = [part[cell][name]["num_tokens"] for part in rounds]
     speeds = _speeds(rounds, cell, name)
     return sum(tokens) / sum(t / s for t, s in zip(tokens, speeds, strict=True))
+
+
+def _per_window(rounds: list[Any], cell: str, name: str) -> str:
+    """Tokens that a window wrote in the mean, where the system tells."""
+    runs = [part[cell][name] for part in rounds]
+    if any(run["num_windows"] is None for run in runs):
+        return ""
+    windows = sum(run["num_windows"] for run in runs)
+    return f"{sum(run['num_tokens'] for run in runs) / windows:.2f}"
 
 
 def _rank(name: str) -> tuple[int, int, str]:

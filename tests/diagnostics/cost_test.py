@@ -232,6 +232,21 @@ def test_fitted_costs_are_those_that_the_windows_had():
         _windows._fit(1.5, features[:2], features[:2] @ truth)
 
 
+def test_noise_makes_no_cost_negative_and_no_row_cheaper_than_fewer():
+    # windows, calls, windows that offered 1, 2 rows.
+    features = np.array(
+        [[8, 0, 0, 0], [8, 8, 0, 0], [8, 8, 8, 0], [8, 16, 0, 8]], float
+    )
+    seconds = features @ np.array([2.0, 0.1, 0.5, 0.6]) + [0.8, -0.8, 2.0, -2.0]
+    scaled = features / seconds[:, None]
+    free = np.linalg.lstsq(scaled, np.ones(4), rcond=None)[0]
+    assert free[1] < 0 and free[3] < free[2]  # what a fit without bounds finds
+    found = _windows._fit(1.5, features, seconds)
+    assert found.draft_call >= 0 and found.window > 0
+    assert (np.diff(found.offered) >= 0).all()
+    assert found.residual < 0.1
+
+
 @pytest.mark.parametrize(
     ("policy", "match"),
     [

@@ -43,7 +43,8 @@ class WindowCosts:
       plain: a window of plain decoding, without a drafter.
       window: v0, a window of the drafter's decoder, without its rows.
       draft_call: c, for each row that is drafted, offered or not.
-      offered: `[K + 1]`, for so many offered rows together; the first is 0.
+      offered: `[K + 1]`, for so many offered rows together; the first is 0, and none
+        is less than the one before.
       residual: the largest relative error of these numbers at what they were fitted to.
     """
 
@@ -186,7 +187,13 @@ def _time_windows(
 
 
 def _fit(plain: float, features: np.ndarray, seconds: np.ndarray) -> WindowCosts:
-    """Least squares over what happened in each call."""
+    """Least squares over what happened in each call, no part of it below zero.
+
+    Noise would else make drafts cheaper than none, or two rows cheaper than one.
+    """
+    # Where it is used: importing it takes half a second.
+    import scipy.optimize
+
     seen = np.flatnonzero(features.sum(axis=0))
     num_drafts = features.shape[1] - 2
     rows = [row for row in range(1, num_drafts + 1) if 1 + row in seen]
@@ -195,11 +202,14 @@ def _fit(plain: float, features: np.ndarray, seconds: np.ndarray) -> WindowCosts
             "prompt: the drafter offered nothing behind it; give one that it can draft "
             "for, such as a repetitive text for a suffix drafter"
         )
+    # What each row adds to those before it, rather than what so many rows cost.
+    steps = features.copy()
+    steps[:, 2:] = np.cumsum(features[:, :1:-1], axis=1)[:, ::-1]
     # Relative errors, so that short windows count as much as long ones.
-    scaled = features[:, seen] / seconds[:, None]
-    found = np.zeros(features.shape[1])
-    found[seen] = np.linalg.lstsq(scaled, np.ones(len(seconds)), rcond=None)[0]
-    residual = float(np.abs(features @ found / seconds - 1).max())
+    scaled = steps / seconds[:, None]
+    found, _ = scipy.optimize.nnls(scaled, np.ones(len(seconds)))
+    residual = float(np.abs(steps @ found / seconds - 1).max())
+    found[2:] = np.cumsum(found[2:])
     known = np.concatenate([[0.0], found[[1 + row for row in rows]]])
     offered = np.interp(np.arange(num_drafts + 1), [0, *rows], known)
     beyond = np.arange(num_drafts + 1) > rows[-1]
