@@ -12,8 +12,8 @@ from strata_jax import drafters, gates, targets, verifiers
 from strata_jax.diagnostics import cost
 
 # Most drafts in a window by drafter: a row of a lookup costs nothing to draft.
-MOST_DRAFTS = {"mtp": 3, "suffix": 7, "long suffix": 7, "both": 7}
-_LONG_MATCH = 8
+MOST_DRAFTS = {"mtp": 3, "suffix": 7, "long suffix": 7, "both": 7, "long both": 7}
+_SHORT_MATCH, _LONG_MATCH = 3, 8
 
 
 def build_drafter(vocab_size: int, name: str, num_draft_tokens: int) -> strata.Drafter:
@@ -22,24 +22,23 @@ def build_drafter(vocab_size: int, name: str, num_draft_tokens: int) -> strata.D
     Args:
       vocab_size: of the model; for "mtp" and "both" it needs a draft head.
       name: "mtp", the draft head; "suffix", lookup in the text; "long suffix", the same
-        for matches of eight tokens or more; "both", the head, whose chain the text's
-        own continuation may take over or go on with.
+        for matches of eight tokens or more; "both" and "long both", lookup where there
+        is such a match, and elsewhere one draft of the head.
       num_draft_tokens: K.
     """
-    if name == "suffix":
-        return drafters.suffix(num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
-    if name == "long suffix":
+    if name == "mtp":
+        return drafters.mtp(num_draft_tokens=num_draft_tokens)
+    min_match = _LONG_MATCH if name.startswith("long ") else _SHORT_MATCH
+    if name.endswith("suffix"):
         return drafters.suffix(
             num_draft_tokens=num_draft_tokens,
             vocab_size=vocab_size,
-            min_match=_LONG_MATCH,
+            min_match=min_match,
         )
-    if name == "mtp":
-        return drafters.mtp(num_draft_tokens=num_draft_tokens)
-    drafted = min(num_draft_tokens, MOST_DRAFTS["mtp"])
-    return drafters.suffix_root(
-        drafters.mtp(num_draft_tokens=drafted),
-        num_lookup_tokens=num_draft_tokens - drafted,
+    return drafters.suffix_first(
+        drafters.mtp(num_draft_tokens=1),
+        num_draft_tokens=num_draft_tokens,
+        min_match=min_match,
     )
 
 

@@ -35,7 +35,7 @@ from strata_jax import (
     verifiers,
 )
 
-_DRAFTERS = ("none", "suffix", "layer_skip", "mtp", "suffix_root")
+_DRAFTERS = ("none", "suffix", "layer_skip", "mtp", "suffix_root", "suffix_first")
 _GATES = ("always", "picked", "top", "entropy", "include_then_stop")
 _VERIFIERS = ("exact_match", "token")
 
@@ -89,6 +89,7 @@ _DRAFTER = flags.DEFINE_enum(
     "none: plain decoding. suffix: what followed the last time the text ended like "
     "this. layer_skip: some of a llama's own layers. mtp: the model's own draft head. "
     "suffix_root: mtp, and the text's own continuation where it begins like the draft. "
+    "suffix_first: suffix where the text ends as it did before, else one draft of mtp. "
     "The default is mtp if the model has a draft head, else suffix.",
 )
 _LAYERS = flags.DEFINE_list(
@@ -164,10 +165,14 @@ def _build_drafter(model: Model, max_length: int) -> strata.Drafter:
         num_draft_tokens = 1 if (model.name, name) == ("smollm2", "mtp") else 3
     if name == "none":
         return drafters.none()
-    if name in ("mtp", "suffix_root"):
+    if name in ("mtp", "suffix_root", "suffix_first"):
         if not model.has_draft_head:
             raise ValueError(
                 f"--drafter {name}: {model.name} has no draft head; use suffix or none"
+            )
+        if name == "suffix_first":
+            return drafters.suffix_first(
+                drafters.mtp(num_draft_tokens=1), num_draft_tokens=num_draft_tokens
             )
         drafter = drafters.mtp(num_draft_tokens=num_draft_tokens)
         return drafters.suffix_root(drafter) if name == "suffix_root" else drafter

@@ -92,6 +92,9 @@ def make_drafter(name, config):
         return drafters.suffix(
             num_draft_tokens=NUM_DRAFT_TOKENS, vocab_size=config.vocab_size
         )
+    if name == "suffix_first":
+        base = drafters.mtp(num_draft_tokens=1)
+        return drafters.suffix_first(base, num_draft_tokens=NUM_DRAFT_TOKENS)
     if name == "suffix_root":
         base = "mtp" if isinstance(config, models.MoeConfig) else "layer_skip"
         return drafters.suffix_root(make_drafter(base, config))
@@ -186,6 +189,7 @@ def without_layers(target, hidden_size):
     [
         ("bundled", "mtp"),
         ("bundled", "suffix_root"),
+        ("bundled", "suffix_first"),
         ("bundled", "model"),
         ("smollm2", "suffix"),
         ("smollm2", "suffix_root"),

@@ -10,4 +10,5 @@ from strata_jax.drafters._packet import build_proposal as build_proposal
 from strata_jax.drafters._scripted import scripted as scripted
 from strata_jax.drafters._stateless import stateless as stateless
 from strata_jax.drafters._suffix import suffix as suffix
+from strata_jax.drafters._suffix_first import suffix_first as suffix_first
 from strata_jax.drafters._suffix_root import suffix_root as suffix_root

@@ -8,7 +8,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from strata_jax import _checks
 from strata_jax._types import (
@@ -21,6 +20,7 @@ from strata_jax._types import (
     Proposal,
     RowFn,
 )
+from strata_jax.drafters._row_if import run_row_if
 from strata_jax.drafters._suffix import longest_match
 
 # Lengths of match at which the second and later entries of `acceptance_rates` begin.
@@ -150,7 +150,7 @@ def suffix_root(
                 place = jnp.where(follows, carry.start + step.row, start)
                 has_token = (follows | (match >= min_match)) & (place < length)
 
-                base_carry, draft = _run_if(is_base, row_fn, carry.base, step)
+                base_carry, draft = run_row_if(is_base, row_fn, carry.base, step)
                 vocabulary = jnp.arange(draft.probs.shape[0], dtype=jnp.int32)
                 point = vocabulary == tokens[jnp.where(has_token, place, 0)]
                 also_admit = is_first & (vocabulary == root)
@@ -196,21 +196,3 @@ def suffix_root(
         vocab_size=base.vocab_size,
         max_length=base.max_length,
     )
-
-
-def _run_if(
-    is_needed: jax.Array, row_fn: RowFn, carry: Any, step: DraftStep
-) -> tuple[Any, DraftRow]:
-    """Returns the next carry and row, or the carry as it is and an empty row."""
-
-    # A `cond` would copy the cache in the carry, whichever branch it takes.
-    def run(index: jax.Array, loop: tuple[Any, DraftRow]) -> tuple[Any, DraftRow]:
-        # What does not depend on the index may be moved out, and run in any case.
-        own_row, previous, _ = lax.optimization_barrier(
-            (step.row, step.previous_token, index)
-        )
-        return row_fn(loop[0], step._replace(row=own_row, previous_token=previous))
-
-    _, row_shape = jax.eval_shape(lambda: row_fn(carry, step))
-    empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), row_shape)
-    return lax.fori_loop(0, is_needed.astype(jnp.int32), run, (carry, empty))
