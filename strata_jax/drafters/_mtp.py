@@ -29,6 +29,7 @@ from strata_jax.models import (
     draft_logits,
     empty_mtp_cache,
     run_cell,
+    run_cells,
     with_shared_tables,
 )
 
@@ -99,15 +100,17 @@ def mtp(*, num_draft_tokens: int) -> Drafter:
     ) -> MtpDrafterState:
         """Runs the cells `state.num_cells` .. `stop - 1`, whose features these are."""
         first = state.num_cells
-
-        def cell(index: jax.Array, carry: tuple[Any, jax.Array]) -> Any:
-            cache, _ = carry
-            hidden, cache, _ = run_cell(
-                head, cache, features[index - first], context.tokens[index + 1], index
-            )
-            return cache, hidden
-
-        cache, hidden = lax.fori_loop(first, stop, cell, (state.cache, state.hidden))
+        places = first + 1 + jnp.arange(features.shape[0], dtype=jnp.int32)
+        last = context.tokens.shape[0] - 1
+        hidden, cache = run_cells(
+            head,
+            state.cache,
+            features,
+            context.tokens[jnp.minimum(places, last)],
+            first,
+            jnp.maximum(stop - first, 0),
+            state.hidden,
+        )
         return MtpDrafterState(cache=cache, hidden=hidden, num_cells=stop)
 
     def propose(
@@ -127,8 +130,10 @@ def mtp(*, num_draft_tokens: int) -> Drafter:
                 )
                 return cache, hidden
 
-            first = jnp.maximum(step.row, 1)
-            cache, hidden = lax.fori_loop(first, step.row + 1, cell, carry)
+            cache, hidden = carry
+            if num_draft_tokens > 1:
+                first = jnp.maximum(step.row, 1)
+                cache, hidden = lax.fori_loop(first, step.row + 1, cell, carry)
             draft = step.to_row(draft_logits(head, hidden))
             is_available = draft.is_available & (state.num_cells > 0)
             return (cache, hidden), DraftRow(draft.probs, is_available)

@@ -43,6 +43,7 @@ from strata_jax.models._mtp import MtpCache as MtpCache
 from strata_jax.models._mtp import draft_logits as draft_logits
 from strata_jax.models._mtp import empty_mtp_cache as empty_mtp_cache
 from strata_jax.models._mtp import run_cell as run_cell
+from strata_jax.models._mtp import run_cells as run_cells
 from strata_jax.models._mtp import with_shared_tables as with_shared_tables
 from strata_jax.models._mtp_params import MtpParams as MtpParams
 from strata_jax.models._mtp_params import check_mtp_params as check_mtp_params

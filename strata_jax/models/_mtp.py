@@ -8,6 +8,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from strata_jax.models._attention import cache_shape, rms_norm
 from strata_jax.models._head import head_logits
@@ -21,10 +22,14 @@ from strata_jax.models._mtp_params import MtpParams
 from strata_jax.models._mtp_tiled import (
     TiledMtpParams,
     empty_tiled_mtp_cache,
-    run_tiled_cell,
+    run_tiled_cells,
     tiled_draft_logits,
 )
 from strata_jax.models._tiled_layer import TiledLlamaCache
+from strata_jax.models._tiled_product import one_row
+
+# Cells of known tokens that share a pass over a tiled head's weights.
+_MOST_CELLS = 8
 
 
 @flax.struct.dataclass
@@ -121,8 +126,10 @@ def run_cell(
     Exactness: a function of one cell and the cells before it; never `vmap` it.
     """
     if isinstance(mtp, TiledMtpParams):
-        state, cache = run_tiled_cell(mtp, cache, hidden, token, cell)
-        return state, cache, jnp.zeros((), jnp.int32)
+        states, cache = run_tiled_cells(
+            mtp, cache, hidden[None], token[None], cell, one_row(hidden)
+        )
+        return states[0], cache, jnp.zeros((), jnp.int32)
     config = mtp.config
     assert mtp.embedding is not None
     embedded = rms_norm(mtp.embedding[token], mtp.embedding_norm, config.norm_epsilon)
@@ -154,6 +161,66 @@ def run_cell(
         mode="singleton",
     )
     return states[0], MtpCache(keys=keys, values=values), status
+
+
+def run_cells(
+    mtp: MtpParams | TiledMtpParams,
+    cache: Any,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    cell: jax.Array,
+    count: jax.Array,
+    before: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Runs the cells of tokens that are known, as `run_cell` runs each of them.
+
+    Args:
+      mtp: the head, with its tables.
+      cache: holds the cells before.
+      hidden: `[T, D]`, the target's states at `cell` and after.
+      tokens: `[T]` int32, each at the position behind its state.
+      cell: [] int32, the first.
+      count: [] int32, how many of the T.
+      before: `[D]`, what to return as the last output if there is none.
+
+    Returns:
+      The layer's output `[D]` for the last of them, and the cache.
+
+    Exactness: a cell has the bits that it has alone; never `vmap` it.
+    """
+    if not isinstance(mtp, TiledMtpParams):
+
+        def one(index: jax.Array, carry: tuple[Any, jax.Array]) -> Any:
+            cache, _ = carry
+            state, cache, _ = run_cell(
+                mtp, cache, hidden[index], tokens[index], cell + index
+            )
+            return cache, state
+
+        cache, last = lax.fori_loop(0, count, one, (cache, before))
+        return last, cache
+    size = min(hidden.shape[0], _MOST_CELLS)
+    missing = -hidden.shape[0] % size
+    hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
+    tokens = jnp.pad(tokens, (0, missing))
+
+    def group(index: jax.Array, carry: tuple[Any, jax.Array]) -> Any:
+        cache, _ = carry
+        start = index * size
+        num_cells = jnp.minimum(count - start, size)
+        states, cache = run_tiled_cells(
+            mtp,
+            cache,
+            lax.dynamic_slice_in_dim(hidden, start, size),
+            lax.dynamic_slice_in_dim(tokens, start, size),
+            cell + start,
+            num_cells,
+        )
+        return cache, states[num_cells - 1]
+
+    num_groups = (count + size - 1) // size
+    cache, last = lax.fori_loop(0, num_groups, group, (cache, before))
+    return last, cache
 
 
 def draft_logits(mtp: MtpParams | TiledMtpParams, state: jax.Array) -> jax.Array:

@@ -177,35 +177,45 @@ def empty_tiled_mtp_cache(mtp: TiledMtpParams, max_length: int) -> TiledLlamaCac
 
 # A program of its own for the tracer, which then does it once for all callers.
 @jax.jit
-def run_tiled_cell(
+def run_tiled_cells(
     mtp: TiledMtpParams,
     cache: TiledLlamaCache,
     hidden: jax.Array,
-    token: jax.Array,
+    tokens: jax.Array,
     cell: jax.Array,
+    count: jax.Array,
 ) -> tuple[jax.Array, TiledLlamaCache]:
-    """Runs one cell, as `run_cell`: the layer's output `[D]`, and the cache.
+    """Runs the cells `cell` .. `cell + count - 1` together: states `[T, D]`, cache.
 
-    Exactness: a function of one cell and the cells before it; never `vmap` it.
+    Args:
+      mtp: the head, with its tables.
+      cache: holds the cells before.
+      hidden: `[T, D]`, as `run_cell` takes it for each of them.
+      tokens: `[T]` int32, likewise.
+      cell: [] int32, the first.
+      count: [] int32, how many there are; states after those mean nothing.
+
+    Exactness: a state is a function of its cell and the cells before it, whatever T;
+      never `vmap` it.
     """
     config = mtp.config
     assert mtp.embedding is not None
-    table, size = mtp.embedding, config.hidden_size
-    count = one_row(hidden)
+    table = mtp.embedding
+    num_rows, size = hidden.shape
 
     def join(row: jax.Array, rows: TiledRows) -> TiledRows:
-        embedded = take_column(table, 0, token).astype(FLOAT32)
+        embedded = take_column(table, 0, tokens[row]).astype(FLOAT32)
         embedded = rms_norm(embedded, mtp.embedding_norm, config.norm_epsilon)
-        normed = rms_norm(hidden, mtp.hidden_norm, config.norm_epsilon)
+        normed = rms_norm(hidden[row], mtp.hidden_norm, config.norm_epsilon)
         return set_row(rows, row, jnp.concatenate([embedded, normed]))
 
-    rows = lax.fori_loop(0, count, join, empty_rows(1, 2 * size, FLOAT32))
+    rows = lax.fori_loop(0, count, join, empty_rows(num_rows, 2 * size, FLOAT32))
     index = jnp.zeros((), jnp.int32)
-    state = multiply(rows, mtp.projection, index)
-    group = place_group(config, cell, count, 1)
+    states = multiply(rows, mtp.projection, index)
+    group = place_group(config, cell, count, num_rows)
     scores = empty_scores(config, cache)
-    state, cache, _ = run_layer(config, mtp, index, group, state, cache, scores)
-    return state[0], cache
+    states, cache, _ = run_layer(config, mtp, index, group, states, cache, scores)
+    return states, cache
 
 
 def tiled_draft_logits(mtp: TiledMtpParams, state: jax.Array) -> jax.Array:

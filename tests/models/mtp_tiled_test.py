@@ -94,6 +94,49 @@ def test_training_runs_the_same_cells(params, head, tiled):
         np.testing.assert_allclose(logits, together[0, cell], rtol=0, atol=1e-4)
 
 
+def test_cells_together_have_the_bits_that_they_have_alone(tiled):
+    head = models.with_shared_tables(tiled)
+    source = np.random.default_rng(5)
+    hidden = source.standard_normal((40, CONFIG.hidden_size)).astype(np.float32)
+    tokens = source.integers(0, CONFIG.vocab_size, 40).astype(np.int32)
+    before = jnp.full(CONFIG.hidden_size, 7.0, jnp.float32)
+    run, run_together = jax.jit(models.run_cell), jax.jit(models.run_cells)
+
+    def alone(hidden):
+        cache, states = models.empty_mtp_cache(head, 128), []
+        for cell in range(40):
+            state, cache, _ = run(
+                head, cache, hidden[cell], tokens[cell], jnp.int32(cell)
+            )
+            states.append(np.asarray(state))
+        return states
+
+    wanted = alone(hidden)
+    # Pieces as after windows of up to eight rows, an empty one, and as of a prompt.
+    for sizes in ([1, 2, 3, 0, 4, 5, 6, 7, 8], [9, 31], [40]):
+        for width in {max(sizes), 40}:
+            cache, cell = models.empty_mtp_cache(head, 128), 0
+            for size in sizes:
+                rows = slice(cell, cell + size)
+                padding = ((0, width - size), (0, 0))
+                last, cache = run_together(
+                    head,
+                    cache,
+                    np.pad(hidden[rows], padding, constant_values=np.nan),
+                    np.pad(tokens[rows], padding[0]),
+                    jnp.int32(cell),
+                    jnp.int32(size),
+                    before,
+                )
+                cell += size
+                expected = wanted[cell - 1] if size else before
+                np.testing.assert_array_equal(last, expected)
+    # The last bit of an early cell's input is seen in every state after it.
+    nudged = hidden.copy()
+    nudged[0] = np.nextafter(nudged[0], np.float32(9))
+    assert (np.asarray(alone(nudged))[-1] != wanted[-1]).any()
+
+
 def test_a_draft_vocabulary_takes_the_targets_rows(tiled):
     whole = models.with_shared_tables(tiled)
     part = models.draft_from(whole, tiled.head, DRAFTED)
