@@ -16,28 +16,39 @@ def halving_sum(values: jax.Array) -> jax.Array:
     """Sums the last axis by adding its second half to its first, repeatedly.
 
     Args:
-      values: `[..., n]` float, padded with zeros to a power of two.
+      values: `[..., n]` float; zeros behind it make n a power of two.
 
     Returns:
       `[...]`, in the dtype of `values`; the error grows with log2(n).
 
     Exactness: the order of additions is fixed, so the bits are a function of the row.
     """
-    size = values.shape[-1]
-    width = 1 << max(size - 1, 0).bit_length()
-    padding = [(0, 0)] * (values.ndim - 1) + [(0, width - size)]
-    values = jnp.pad(values, padding)
+    if not values.shape[-1]:
+        return jnp.zeros(values.shape[:-1], values.dtype)
+    width = 1 << (values.shape[-1] - 1).bit_length()
     while width > 1:
         # Several halvings in one pass over the row.
         count = min(_PIECES, width)
         width //= count
-        pieces = [values[..., i * width : (i + 1) * width] for i in range(count)]
+        pieces = _cut(values, width)
         while count > 1:
             count //= 2
-            pairs = zip(pieces[:count], pieces[count:], strict=True)
-            pieces = [first + second for first, second in pairs]
+            # What is missing are zeros, and adds nothing.
+            rest = pieces[count:]
+            pieces = [
+                piece + rest[place] if place < len(rest) else piece
+                for place, piece in enumerate(pieces[:count])
+            ]
         values = pieces[0]
     return values[..., 0]
+
+
+def _cut(values: jax.Array, width: int) -> list[jax.Array]:
+    """Pieces of the last axis; only the last is padded, since that copies it."""
+    size = values.shape[-1]
+    pieces = [values[..., start : start + width] for start in range(0, size, width)]
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -size % width)]
+    return [*pieces[:-1], jnp.pad(pieces[-1], padding)]
 
 
 def doubling_sum(values: jax.Array) -> jax.Array:

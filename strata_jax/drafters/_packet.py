@@ -220,7 +220,7 @@ def _is_distribution(probs: jax.Array) -> jax.Array:
     # Draws scale by the row's own total, the measure does not: they agree only if the
     # total is 1.
     gap = jnp.abs(halving_sum(probs) - 1)
-    return jnp.all(probs >= 0) & (gap <= sum_tolerance(probs.dtype))
+    return (jnp.min(probs) >= 0) & (gap <= sum_tolerance(probs.dtype))
 
 
 def sum_tolerance(dtype: jax.typing.DTypeLike) -> float:

@@ -101,20 +101,32 @@ def chain_probs(
     _checks.check_shape("logits", logits, (vocab_size,))
     logits = logits.astype(at_least_float32(logits.dtype))
     dtype = logits.dtype
-    is_finite = _is_finite(logits)
-
-    logits = logits + settings.logit_bias.astype(dtype)
-    eos_ids = jnp.where(settings.eos_ids < 0, vocab_size, settings.eos_ids)
-    is_eos = jnp.zeros(vocab_size, bool).at[eos_ids].set(True, mode="drop")
+    # A fault stays one, whatever is banned or penalised.
+    biased = logits + settings.logit_bias.astype(dtype)
+    logits = jnp.where(_is_fault(logits), jnp.nan, biased)
     ban_eos = counts.num_output < settings.min_tokens
-    logits = jnp.where(is_eos & ban_eos, -jnp.inf, logits)
-    logits = _penalise(settings, logits, counts)
+    has_penalty = (
+        (settings.repetition_penalty != 1)
+        | (settings.frequency_penalty != 0)
+        | (settings.presence_penalty != 0)
+    )
+
+    def edit(logits: jax.Array) -> jax.Array:
+        eos_ids = jnp.where(settings.eos_ids < 0, vocab_size, settings.eos_ids)
+        is_eos = jnp.zeros(vocab_size, bool).at[eos_ids].set(True, mode="drop")
+        is_banned = is_eos & ban_eos & ~jnp.isnan(logits)
+        logits = jnp.where(is_banned, -jnp.inf, logits)
+        return _penalise(settings, logits, counts)
+
+    logits = lax.cond(ban_eos | has_penalty, edit, lambda logits: logits, logits)
     # A penalty can overflow a finite logit.
-    is_finite = is_finite & _is_finite(logits)
+    is_fault = _is_fault(logits)
     # Minus zero and zero are one value, but not to a sort.
     logits = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
 
-    largest = jnp.max(logits)
+    # One pass for both, since a fault is the only way to infinity.
+    largest = jnp.max(jnp.where(is_fault, jnp.inf, logits))
+    is_finite = largest < jnp.inf
     status = jnp.where(
         is_finite,
         jnp.where(largest == -jnp.inf, Status.EMPTY_SUPPORT.value, 0),
@@ -130,9 +142,9 @@ def chain_probs(
     return jnp.where(is_good, probs, jnp.zeros_like(probs)), status
 
 
-def _is_finite(logits: jax.Array) -> jax.Array:
+def _is_fault(logits: jax.Array) -> jax.Array:
     # -inf is legal: a banned token.
-    return ~jnp.any(jnp.isnan(logits) | (logits == jnp.inf))
+    return jnp.isnan(logits) | (logits == jnp.inf)
 
 
 def _penalise(
