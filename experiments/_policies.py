@@ -12,7 +12,7 @@ from strata_jax import drafters, gates, targets, verifiers
 from strata_jax.diagnostics import cost
 
 # Most drafts in a window by drafter: a row of a lookup costs nothing to draft.
-MOST_DRAFTS = {"mtp": 3, "suffix": 7, "long suffix": 7, "both": 7, "long both": 7}
+MOST_DRAFTS = {"mtp": 3, "suffix": 7, "both": 7, "long both": 7}
 _SHORT_MATCH, _LONG_MATCH = 3, 8
 
 
@@ -21,24 +21,19 @@ def build_drafter(vocab_size: int, name: str, num_draft_tokens: int) -> strata.D
 
     Args:
       vocab_size: of the model; for "mtp" and "both" it needs a draft head.
-      name: "mtp", the draft head; "suffix", lookup in the text; "long suffix", the same
-        for matches of eight tokens or more; "both" and "long both", lookup where there
-        is such a match, and elsewhere one draft of the head.
+      name: "mtp", the draft head; "suffix", lookup in the text; "both", lookup where
+        there is a match, and elsewhere one draft of the head; "long both", the same
+        with matches of eight tokens or more.
       num_draft_tokens: K.
     """
     if name == "mtp":
         return drafters.mtp(num_draft_tokens=num_draft_tokens)
-    min_match = _LONG_MATCH if name.startswith("long ") else _SHORT_MATCH
-    if name.endswith("suffix"):
-        return drafters.suffix(
-            num_draft_tokens=num_draft_tokens,
-            vocab_size=vocab_size,
-            min_match=min_match,
-        )
+    if name == "suffix":
+        return drafters.suffix(num_draft_tokens=num_draft_tokens, vocab_size=vocab_size)
     return drafters.suffix_first(
         drafters.mtp(num_draft_tokens=1),
         num_draft_tokens=num_draft_tokens,
-        min_match=min_match,
+        min_match=_LONG_MATCH if name == "long both" else _SHORT_MATCH,
     )
 
 

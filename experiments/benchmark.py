@@ -49,10 +49,9 @@ _HUES = ("Blues", "Greens", "Oranges")  # of these, and of what others make
 # Own systems, and the drafters of which each takes the better.
 _OWN = {
     "mtp": ("mtp",),
-    "suffix": ("suffix", "long suffix"),
+    "suffix": ("suffix",),
     "both": ("both", "long both"),
 }
-_CALIBRATION_ROUNDS = 9
 # Drafts must be predicted to be so much faster before they are chosen: what was learnt
 # on other texts, and with noise, is not worth more.
 _LEAST_GAIN = 1.05
@@ -106,7 +105,6 @@ def _calibrate() -> dict[str, Any]:
                 drafter,
                 params,
                 prompt,
-                rounds=_CALIBRATION_ROUNDS,
                 temperature=1.0,
             )
             # A process can hold a limited number of compiled programs.
