@@ -20,7 +20,7 @@ def build_drafter(vocab_size: int, name: str, num_draft_tokens: int) -> strata.D
     """Returns a drafter.
 
     Args:
-      vocab_size: of the model; for "mtp" and "both" it needs a draft head.
+      vocab_size: of the model; for all but "suffix" it needs a draft head.
       name: "mtp", the draft head; "suffix", lookup in the text; "both", lookup where
         there is a match, and elsewhere one draft of the head; "long both", the same
         with matches of eight tokens or more.

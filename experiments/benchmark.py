@@ -515,6 +515,7 @@ def _draw(results: Results) -> dict[str, str]:
 def _run() -> int:
     settings = {
         "smoke": _SMOKE.value,
+        "systems": _OWN,
         "max_new_tokens": _num_tokens(),
         "max_length": _MAX_LENGTH.value,
         "prompts": {

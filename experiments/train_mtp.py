@@ -146,6 +146,7 @@ def _write_answers(
         "corpus": corpus.sha256,
         "texts": plan.texts,
         "length": plan.length,
+        "rounded": "all but held_out",
     }
     folder.mkdir(parents=True, exist_ok=True)
     note = folder / "settings.json"
@@ -476,6 +477,7 @@ def _run() -> int:
         "vocabulary_sha256": hashlib.sha256(vocabulary.tobytes()).hexdigest(),
         "batch": _BATCH.value,
         "width": _WIDTH.value or model.config.intermediate_size,
+        "products": "bfloat16",
         "objective": _OBJECTIVE.value,
         "warm_start": _WARM_START.value,
         "warm_objective": _WARM_OBJECTIVE.value,

@@ -33,7 +33,7 @@ def halving_sum(values: jax.Array) -> jax.Array:
         pieces = _cut(values, width)
         while count > 1:
             count //= 2
-            # What is missing are zeros, and adds nothing.
+            # What is missing are zeros, and changes no sum.
             rest = pieces[count:]
             pieces = [
                 piece + rest[place] if place < len(rest) else piece

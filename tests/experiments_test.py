@@ -26,7 +26,7 @@ def generate(*arguments, timeout=300):
     )
 
 
-TINY = ("--model", "tiny", "--drafter", "mtp")
+TINY = ("--model", "tiny", "--drafter", "suffix_first")
 BUNDLED = ("--drafter", "mtp")
 PACKED = ("--model", "smollm2")
 SMOLLM2 = (

@@ -26,8 +26,8 @@ WITH_DEBUG_NANS = "gated_instances or top_instances or 2-2-token"
 
 def run_tests(names: str, *, marks: str = "not slow", **environment: str) -> int:
     """Runs the named tests and returns how many passed; fails if any did not."""
-    tests = ("tests/law_test.py", "tests/suffix_root_law_test.py", "tests/audit")
-    command = [sys.executable, "-m", "pytest", *tests]
+    tests = ("law_test.py", "suffix_root_law_test.py", "suffix_first_test.py", "audit")
+    command = [sys.executable, "-m", "pytest", *(f"tests/{name}" for name in tests)]
     command += ["-q", "-p", "no:cacheprovider", "-k", names, "-m", marks]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     result = subprocess.run(

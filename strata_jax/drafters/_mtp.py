@@ -134,6 +134,9 @@ def mtp(*, num_draft_tokens: int) -> Drafter:
             if num_draft_tokens > 1:
                 first = jnp.maximum(step.row, 1)
                 cache, hidden = lax.fori_loop(first, step.row + 1, cell, carry)
+            # A state that no row changes would be multiplied before it is known whether
+            # there is a row at all.
+            hidden, _ = lax.optimization_barrier((hidden, step.row))
             draft = step.to_row(draft_logits(head, hidden))
             is_available = draft.is_available & (state.num_cells > 0)
             return (cache, hidden), DraftRow(draft.probs, is_available)

@@ -28,8 +28,9 @@ from strata_jax.models._mtp_tiled import (
 from strata_jax.models._tiled_layer import TiledLlamaCache
 from strata_jax.models._tiled_product import one_row
 
-# Cells of known tokens that share a pass over a tiled head's weights.
-_MOST_CELLS = 8
+# Cells of known tokens that share a pass over a tiled head's weights: as after most
+# windows, and as after long ones and in prompts.
+_FEW_CELLS, _MOST_CELLS = 2, 8
 
 
 @flax.struct.dataclass
@@ -180,7 +181,7 @@ def run_cells(
       hidden: `[T, D]`, the target's states at `cell` and after.
       tokens: `[T]` int32, each at the position behind its state.
       cell: [] int32, the first.
-      count: [] int32, how many of the T.
+      count: [] int32, how many of the T; not more.
       before: `[D]`, what to return as the last output if there is none.
 
     Returns:
@@ -203,23 +204,28 @@ def run_cells(
     missing = -hidden.shape[0] % size
     hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
     tokens = jnp.pad(tokens, (0, missing))
+    carry = (cache, before)
+    for width in sorted({min(size, _FEW_CELLS), size}):
 
-    def group(index: jax.Array, carry: tuple[Any, jax.Array]) -> Any:
-        cache, _ = carry
-        start = index * size
-        num_cells = jnp.minimum(count - start, size)
-        states, cache = run_tiled_cells(
-            mtp,
-            cache,
-            lax.dynamic_slice_in_dim(hidden, start, size),
-            lax.dynamic_slice_in_dim(tokens, start, size),
-            cell + start,
-            num_cells,
-        )
-        return cache, states[num_cells - 1]
+        def group(index: jax.Array, carry: tuple[Any, jax.Array], width=width) -> Any:
+            cache, _ = carry
+            start = index * width
+            num_cells = jnp.minimum(count - start, width)
+            states, cache = run_tiled_cells(
+                mtp,
+                cache,
+                lax.dynamic_slice_in_dim(hidden, start, width),
+                lax.dynamic_slice_in_dim(tokens, start, width),
+                cell + start,
+                num_cells,
+            )
+            return cache, states[num_cells - 1]
 
-    num_groups = (count + size - 1) // size
-    cache, last = lax.fori_loop(0, num_groups, group, (cache, before))
+        # All cells in groups of one of the widths, and none in groups of the other.
+        is_chosen = (count > _FEW_CELLS) == (width > _FEW_CELLS)
+        num_groups = (count + width - 1) // width
+        carry = lax.fori_loop(0, jnp.where(is_chosen, num_groups, 0), group, carry)
+    cache, last = carry
     return last, cache
 
 

@@ -77,8 +77,8 @@ def cut_packed_tiles(
     Args:
       values: `[K, N]` int8 each, one for each layer; K a multiple of 32.
       scale: `[K / 32, N]` float each: entry (k, n) is `values[k, n] *
-        scale[k // 32, n]`.
-      offset: the same shape, added after scaling, or None.
+        scale[k // 32, n]`. Kept in half precision if that holds all of them.
+      offset: the same shape, added after scaling, or None; kept likewise.
 
     Returns:
       The tiles.
@@ -173,7 +173,7 @@ def _cut(matrix: np.ndarray) -> np.ndarray:
 
 
 def _halved(values: np.ndarray) -> np.ndarray:
-    """In half precision if that holds all of them: an eighth less to be read."""
+    """In half precision if that holds all of them: up to a tenth less to be read."""
     with np.errstate(over="ignore"):
         halves = values.astype(np.float16)
     return halves if np.array_equal(halves, values) else values

@@ -74,19 +74,20 @@ def muon(
     clip_norm: float = 1.0,
     decay: float = 0.95,
 ) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for all else, scheduled and clipped as `adamw` is.
+    """Muon for parameters with two axes, Adam for all others, scheduled as `adamw` is.
 
     A matrix's momentum is brought near an orthogonal matrix before it is added
     (https://kellerjordan.github.io/posts/muon); steps are scaled to the size of
-    AdamW's, so that learning rates carry over. A step costs more, some dozens of
-    products of a matrix with itself, so that it pays with large batches.
+    AdamW's, so that learning rates carry over. A step costs more, fifteen products of
+    matrices for each, so that it pays with large batches.
 
     Args:
       num_steps: length of the run; the schedule ends there.
       learning_rate: its peak.
       warmup_steps: steps of linear rise from 0.
       final_fraction: the last learning rate, as a fraction of the peak.
-      weight_decay: decay of matrices; vectors are left alone.
+      weight_decay: decay of the parameters with two axes; others, such as experts that
+        lie together, are left alone.
       clip_norm: largest global norm of a gradient.
       decay: decay of the momentum, and of Adam's running mean of squares.
 

@@ -112,9 +112,15 @@ def test_cells_together_have_the_bits_that_they_have_alone(tiled):
         return states
 
     wanted = alone(hidden)
-    # Pieces as after windows of up to eight rows, an empty one, and as of a prompt.
-    for sizes in ([1, 2, 3, 0, 4, 5, 6, 7, 8], [9, 31], [40]):
-        for width in {max(sizes), 40}:
+    # Pieces as after windows of so many rows, an empty one, and as of a prompt.
+    for sizes, widths in (
+        ([1, 0, 1], [1]),
+        ([1, 2, 0, 2, 1], [2, 3, 4, 8, 40]),
+        ([3, 1, 2, 0, 3], [3, 4]),
+        ([1, 2, 3, 0, 4, 5, 6, 7, 8], [8, 40]),
+        ([9, 31], [31, 40]),
+    ):
+        for width in widths:
             cache, cell = models.empty_mtp_cache(head, 128), 0
             for size in sizes:
                 rows = slice(cell, cell + size)

@@ -1,5 +1,6 @@
 """The sampling chain: by hand, against the oracle, and beyond the candidates."""
 
+import dataclasses
 import re
 
 import jax
@@ -291,6 +292,40 @@ def test_a_penalty_that_overflows_a_logit():
     assert (probs.tolist(), status) == ([0, 0], Status.NON_FINITE_LOGITS)
     # To the other side: no more than a token without mass.
     assert chain([-1e38, 1.0], repetition_penalty=1e3, output=[0]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"eos_ids": [0], "min_tokens": 1},
+        {"repetition_penalty": 2.0, "prompt": [0]},
+        {"frequency_penalty": 1.0, "output": [0]},
+        {"presence_penalty": 1.0, "output": [0]},
+        {"logit_bias": {0: -np.inf}},
+    ],
+    ids=lambda edits: next(iter(edits)),
+)
+def test_a_fault_is_not_hidden_by_a_ban_or_a_penalty(fault, edits):
+    probs, status = run([fault, 1.0], **edits)
+    assert (probs.tolist(), status) == ([0, 0], Status.NON_FINITE_LOGITS)
+    assert run([0.5, 1.0], **edits)[1] == Status.OK
+
+
+def test_rows_with_and_without_penalties_under_vmap():
+    every = [
+        sampling_settings(3),
+        sampling_settings(3, presence_penalty=1.0),
+        sampling_settings(3, eos_ids=[1], min_tokens=1),
+    ]
+    every = [dataclasses.replace(s, eos_ids=every[2].eos_ids) for s in every]
+    logits, counts = jnp.asarray([0.0, 1.0, 0.5]), make_counts(3, (), [0])
+    counts = dataclasses.replace(counts, num_output=jnp.int32(0))
+    alone = [chain_probs(settings, logits, counts)[0] for settings in every]
+    assert len({tuple(probs.tolist()) for probs in alone}) == 3
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
+    probs, _ = jax.vmap(chain_probs, in_axes=(0, None, None))(together, logits, counts)
+    np.testing.assert_array_equal(probs, jnp.stack(alone))
 
 
 def test_a_bad_row_next_to_a_good_one():
