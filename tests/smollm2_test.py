@@ -97,7 +97,7 @@ def test_the_draft_head_is_the_one_on_its_card():
     assert hashlib.sha256(checkpoints.find_smollm2().read_bytes()).hexdigest() in card
     (row,) = re.findall(r"\| all, temperature 1 \| (.*) \|", card)
     overlaps = [float(value) for value in row.split("|")]
-    assert all(o >= least for o, least in zip(overlaps, (0.39, 0.3, 0.2), strict=True))
+    assert all(o >= least for o, least in zip(overlaps, (0.49, 0.43, 0.4), strict=True))
 
 
 @pytest.mark.slow
