@@ -28,8 +28,8 @@ from strata_jax.models._mtp_tiled import (
 from strata_jax.models._tiled_layer import TiledLlamaCache
 from strata_jax.models._tiled_product import one_row
 
-# Cells of known tokens that share a pass over a tiled head's weights: as after most
-# windows, and as after long ones and in prompts.
+# Cells of known tokens that share a pass over a tiled head's weights: after most
+# windows, and at most after a long one.
 _FEW_CELLS, _MOST_CELLS = 2, 8
 
 
@@ -200,12 +200,15 @@ def run_cells(
 
         cache, last = lax.fori_loop(0, count, one, (cache, before))
         return last, cache
-    size = min(hidden.shape[0], _MOST_CELLS)
+    # Few for a prompt: each width is a program to be compiled and loaded.
+    num_rows = hidden.shape[0]
+    size = num_rows if num_rows <= _MOST_CELLS else _FEW_CELLS
     missing = -hidden.shape[0] % size
     hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
     tokens = jnp.pad(tokens, (0, missing))
     carry = (cache, before)
-    for width in sorted({min(size, _FEW_CELLS), size}):
+    few = min(size, _FEW_CELLS)
+    for width in sorted({few, size}):
 
         def group(index: jax.Array, carry: tuple[Any, jax.Array], width=width) -> Any:
             cache, _ = carry
@@ -222,7 +225,7 @@ def run_cells(
             return cache, states[num_cells - 1]
 
         # All cells in groups of one of the widths, and none in groups of the other.
-        is_chosen = (count > _FEW_CELLS) == (width > _FEW_CELLS)
+        is_chosen = (count > few) == (width > few) if few < size else True
         num_groups = (count + width - 1) // width
         carry = lax.fori_loop(0, jnp.where(is_chosen, num_groups, 0), group, carry)
     cache, last = carry
