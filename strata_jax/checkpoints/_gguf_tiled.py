@@ -27,8 +27,8 @@ def load_gguf_tiled(
     """Loads a llama from a GGUF file in tiles; quantised weights stay quantised.
 
     Matrices in Q8_0, Q4_0 or Q4_1 are kept as int8 with scales of 32 entries in half
-    precision, as in the file (float32 where a code's offset does not fit); of other
-    types, as float32.
+    precision, as in the file (or float32, if that does not hold them); of other types,
+    as float32.
 
     Args:
       path: a GGUF file of architecture `llama`.

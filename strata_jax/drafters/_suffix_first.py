@@ -16,7 +16,7 @@ from strata_jax._types import (
     Proposal,
     RowFn,
 )
-from strata_jax.drafters._row_if import run_row_if
+from strata_jax.drafters._base import check_base, run_row_if
 from strata_jax.drafters._suffix import longest_match
 
 
@@ -45,11 +45,7 @@ def suffix_first(
       anything is drawn. To decide it by a draft is biased:
       `audit.negative_controls.draw_dependent_suffix`.
     """
-    if not isinstance(base, Drafter):
-        called = ": call the factory" if callable(base) else ""
-        raise ValueError(f"base must be a strata_jax.Drafter, got {base!r}{called}")
-    if base.num_draft_tokens == 0:
-        raise ValueError("base drafts nothing: use drafters.suffix")
+    check_base(base, "")
     num_draft_tokens = _checks.check_integer(
         "num_draft_tokens", num_draft_tokens, base.num_draft_tokens
     )

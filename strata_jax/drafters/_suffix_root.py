@@ -20,7 +20,7 @@ from strata_jax._types import (
     Proposal,
     RowFn,
 )
-from strata_jax.drafters._row_if import run_row_if
+from strata_jax.drafters._base import check_base, run_row_if
 from strata_jax.drafters._suffix import longest_match
 
 # Lengths of match at which the second and later entries of `acceptance_rates` begin.
@@ -89,13 +89,7 @@ def suffix_root(
       the continuation because it begins with the token just drawn, and judge that token
       as a point mass, is biased: `audit.negative_controls.draw_dependent_suffix`.
     """
-    if not isinstance(base, Drafter):
-        called = ": call the factory" if callable(base) else ""
-        raise ValueError(f"base must be a strata_jax.Drafter, got {base!r}{called}")
-    if base.num_draft_tokens == 0:
-        raise ValueError(
-            "base drafts nothing, so there is no row 0 to draw: use drafters.suffix"
-        )
+    check_base(base, ", so there is no row 0 to draw")
     min_match = _checks.check_integer("min_match", min_match, 1)
     max_match = _checks.check_integer("max_match", max_match, min_match)
     num_rates = len(_BUCKETS) + 1

@@ -109,9 +109,17 @@ def mtp_forward(
       For each step logits `[B, L, n]` of the token at c + 2, n the draft vocabulary
       (in step j the cells before j - 1 mean nothing); and the load-balancing loss.
 
+    Raises:
+      ValueError: at trace time, if products are to be rounded that are not float32.
+
     Exactness: not bit-exact to the singleton; differentiable.
     """
     config = mtp.config
+    if is_rounded and {hidden.dtype, mtp.projection.dtype} != {jnp.dtype("float32")}:
+        raise ValueError(
+            f"is_rounded needs float32, got states in {hidden.dtype} and weights "
+            f"in {mtp.projection.dtype}"
+        )
     table = params.embedding if mtp.embedding is None else mtp.embedding
     head = params.embedding if params.head is None else params.head
     head = head if mtp.head is None else mtp.head

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from strata_jax import _checks
 from strata_jax.models._attention import cache_shape, rms_norm
 from strata_jax.models._head import head_logits
 from strata_jax.models._llama import layer_rows
@@ -187,8 +188,16 @@ def run_cells(
     Returns:
       The layer's output `[D]` for the last of them, and the cache.
 
+    Raises:
+      ValueError: at trace time, if shapes do not fit, or T is 0.
+
     Exactness: a cell has the bits that it has alone; never `vmap` it.
     """
+    _checks.check_shape("hidden", hidden, (None, mtp.config.hidden_size))
+    num_rows = hidden.shape[0]
+    _checks.check_shape("tokens", tokens, (num_rows,))
+    if not num_rows:
+        raise ValueError("hidden must have at least one row; count may be 0")
     if not isinstance(mtp, TiledMtpParams):
 
         def one(index: jax.Array, carry: tuple[Any, jax.Array]) -> Any:
@@ -201,16 +210,13 @@ def run_cells(
         cache, last = lax.fori_loop(0, count, one, (cache, before))
         return last, cache
     # Few for a prompt: each width is a program to be compiled and loaded.
-    num_rows = hidden.shape[0]
     size = num_rows if num_rows <= _MOST_CELLS else _FEW_CELLS
-    missing = -hidden.shape[0] % size
+    missing = -num_rows % size
     hidden = jnp.pad(hidden, ((0, missing), (0, 0)))
     tokens = jnp.pad(tokens, (0, missing))
-    carry = (cache, before)
-    few = min(size, _FEW_CELLS)
-    for width in sorted({few, size}):
 
-        def group(index: jax.Array, carry: tuple[Any, jax.Array], width=width) -> Any:
+    def run_groups(width: int, count: jax.Array, carry: Any) -> Any:
+        def group(index: jax.Array, carry: tuple[Any, jax.Array]) -> Any:
             cache, _ = carry
             start = index * width
             num_cells = jnp.minimum(count - start, width)
@@ -224,11 +230,15 @@ def run_cells(
             )
             return cache, states[num_cells - 1]
 
-        # All cells in groups of one of the widths, and none in groups of the other.
-        is_chosen = (count > few) == (width > few) if few < size else True
-        num_groups = (count + width - 1) // width
-        carry = lax.fori_loop(0, jnp.where(is_chosen, num_groups, 0), group, carry)
-    cache, last = carry
+        return lax.fori_loop(0, (count + width - 1) // width, group, carry)
+
+    carry = (cache, before)
+    if size <= _FEW_CELLS:
+        cache, last = run_groups(size, count, carry)
+        return last, cache
+    # All cells in groups of one width, and none in groups of the other.
+    carry = run_groups(_FEW_CELLS, jnp.where(count > _FEW_CELLS, 0, count), carry)
+    cache, last = run_groups(size, jnp.where(count > _FEW_CELLS, count, 0), carry)
     return last, cache
 
 

@@ -48,6 +48,7 @@ def adamw(
     Exactness: neither.
     """
     schedule = _schedule(num_steps, learning_rate, warmup_steps, final_fraction)
+    _check(weight_decay, clip_norm, first_decay=first_decay, second_decay=second_decay)
 
     def is_matrix(params: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
@@ -100,6 +101,7 @@ def muon(
     Exactness: neither.
     """
     schedule = _schedule(num_steps, learning_rate, warmup_steps, final_fraction)
+    _check(weight_decay, clip_norm, decay=decay)
     return optax.chain(
         optax.clip_by_global_norm(clip_norm),
         optax.contrib.muon(
@@ -112,6 +114,15 @@ def muon(
     )
 
 
+def _check(weight_decay: float, clip_norm: float, **decays: float) -> None:
+    _checks.check_number("weight_decay", weight_decay, 0.0, math.inf)
+    if not clip_norm > 0:
+        raise ValueError(f"clip_norm must be positive, got {clip_norm!r}")
+    for name, value in decays.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+
+
 def _schedule(
     num_steps: int, learning_rate: float, warmup_steps: int, final_fraction: float
 ) -> optax.Schedule:
@@ -119,6 +130,7 @@ def _schedule(
     _checks.check_integer("warmup_steps", warmup_steps, 0, num_steps - 1)
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"learning_rate must be positive, got {learning_rate!r}")
+    _checks.check_number("final_fraction", final_fraction, 0.0, 1.0)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=learning_rate,

@@ -143,6 +143,20 @@ def test_cells_together_have_the_bits_that_they_have_alone(tiled):
     assert (np.asarray(alone(nudged))[-1] != wanted[-1]).any()
 
 
+def test_cells_that_do_not_fit_are_refused(tiled):
+    head = models.with_shared_tables(tiled)
+    cache, zero = models.empty_mtp_cache(head, 128), jnp.int32(0)
+    rows = jnp.zeros((2, CONFIG.hidden_size))
+    tokens = jnp.zeros(2, jnp.int32)
+    for hidden, ids, message in (
+        (rows[:, 1:], tokens, "hidden must have shape"),
+        (rows, tokens[:1], "tokens must have shape"),
+        (rows[:0], tokens[:0], "hidden must have at least one row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.run_cells(head, cache, hidden, ids, zero, zero, rows[0])
+
+
 def test_a_draft_vocabulary_takes_the_targets_rows(tiled):
     whole = models.with_shared_tables(tiled)
     part = models.draft_from(whole, tiled.head, DRAFTED)

@@ -110,6 +110,9 @@ def test_rounded_products_give_nearly_the_same_gradient(parts):
 
 def test_bad_arguments_are_refused(parts):
     tables, head, states, _ = parts
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), head)
+    with pytest.raises(ValueError, match="is_rounded needs float32, got states"):
+        training.distillation_loss(tables, narrow, states, is_rounded=True)
     with pytest.raises(ValueError, match="objective must be one of"):
         training.distillation_loss(tables, head, states, objective="best")
     whole = dataclasses.replace(head, head=tables.head)

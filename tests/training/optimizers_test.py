@@ -90,9 +90,25 @@ def test_a_step_of_muon_is_nearly_orthogonal():
         ({"warmup_steps": 10}, "warmup_steps must be at most 9"),
         ({"learning_rate": 0.0}, "learning_rate must be positive"),
         ({"learning_rate": float("nan")}, "learning_rate must be positive"),
+        ({"final_fraction": 1.5}, "final_fraction must be"),
+        ({"weight_decay": -0.1}, "weight_decay must be"),
+        ({"clip_norm": 0.0}, "clip_norm must be positive"),
     ],
 )
 def test_refuses(make, arguments, match):
     defaults = {"num_steps": 10, "learning_rate": 0.1, "warmup_steps": 2}
     with pytest.raises(ValueError, match=match):
         make(**{**defaults, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (training.adamw, "first_decay"),
+        (training.adamw, "second_decay"),
+        (training.muon, "decay"),
+    ],
+)
+def test_refuses_decays_from_one_on(make, name):
+    with pytest.raises(ValueError, match=rf"^{name} must be in \[0, 1\), got 1.0"):
+        make(10, learning_rate=0.1, warmup_steps=2, **{name: 1.0})

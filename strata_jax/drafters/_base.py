@@ -1,4 +1,4 @@
-"""A row of another drafter that is made only where it is needed."""
+"""What drafters around another one share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from strata_jax._types import DraftRow, DraftStep, RowFn
+from strata_jax._types import Drafter, DraftRow, DraftStep, RowFn
+
+
+def check_base(base: Drafter, reason: str) -> None:
+    """Raises ValueError unless `base` is a drafter that drafts; `reason` says why."""
+    if not isinstance(base, Drafter):
+        called = ": call the factory" if callable(base) else ""
+        raise ValueError(f"base must be a strata_jax.Drafter, got {base!r}{called}")
+    if base.num_draft_tokens == 0:
+        raise ValueError(f"base drafts nothing{reason}: use drafters.suffix")
 
 
 def run_row_if(
