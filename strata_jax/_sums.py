@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 _PIECES = 16  # of a row that are added in one pass; a power of two
 
@@ -46,9 +48,12 @@ def halving_sum(values: jax.Array) -> jax.Array:
 def _cut(values: jax.Array, width: int) -> list[jax.Array]:
     """Pieces of the last axis; only the last is padded, since that copies it."""
     size = values.shape[-1]
-    pieces = [values[..., start : start + width] for start in range(0, size, width)]
-    padding = [(0, 0)] * (values.ndim - 1) + [(0, -size % width)]
-    return [*pieces[:-1], jnp.pad(pieces[-1], padding)]
+    pieces = [
+        lax.slice_in_dim(values, start, min(start + width, size), axis=-1)
+        for start in range(0, size, width)
+    ]
+    padding = [(0, 0, 0)] * (values.ndim - 1) + [(0, -size % width, 0)]
+    return [*pieces[:-1], lax.pad(pieces[-1], _zero(values), padding)]
 
 
 def doubling_sum(values: jax.Array) -> jax.Array:
@@ -69,6 +74,10 @@ def doubling_sum(values: jax.Array) -> jax.Array:
     """
     shift = 1
     while shift < values.shape[0]:
-        values = values + jnp.pad(values[:-shift], (shift, 0))
+        values = values + lax.pad(values, _zero(values), [(shift, -shift, 0)])
         shift *= 2
     return values
+
+
+def _zero(values: jax.Array) -> np.ndarray:
+    return np.zeros((), values.dtype)

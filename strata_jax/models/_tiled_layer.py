@@ -7,12 +7,14 @@ and each element of a product is an expression of one row (see `_tiled_product`)
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from strata_jax.models._attention import rms_norm, rotary_angles, rotate
@@ -216,6 +218,8 @@ def _store(
     return TiledLlamaCache(keys=keys, values=values)
 
 
+# A program of its own for the tracer: groups of all sizes then share it.
+@functools.partial(jax.jit, static_argnums=0)
 def _attend(
     config: LlamaConfig,
     query: jax.Array,
@@ -232,7 +236,7 @@ def _attend(
     num_kv, width = config.num_kv_heads, config.head_dim
     groups = config.num_heads // num_kv
     query = query.reshape(num_kv, groups, width) * jnp.float32(width**-0.5)
-    zero, parts, vectors = jnp.int32(0), _BLOCK // _PART, _BLOCK // _LANES
+    zero, parts, vectors = np.int32(0), _BLOCK // _PART, _BLOCK // _LANES
     num_blocks = position // _BLOCK + 1
     shape = (num_kv, groups, vectors, _LANES)
     places = jnp.arange(_BLOCK, dtype=jnp.int32)
@@ -241,27 +245,28 @@ def _attend(
     wide = (num_kv, groups, parts, width // lanes, lanes)
     nothing = jnp.zeros(wide, FLOAT32)
 
-    def key_of(block: jax.Array, lane: int) -> jax.Array:
+    def key_of(vector: jax.Array, lane: int, zero: jax.Array) -> jax.Array:
         """Number `lane` of each key of a block, for all heads."""
-        place = (layer, zero, block * vectors, jnp.int32(lane), zero)
+        place = (layer, zero, vector, np.int32(lane), zero)
         size = (1, num_kv, vectors, 1, _LANES)
         part = lax.dynamic_slice(cache.keys, place, size, allow_negative_indices=False)
         return lax.broadcast_in_dim(lax.squeeze(part, (0, 3)), shape, (0, 2, 3))
 
     def score(index: jax.Array, scores: jax.Array) -> jax.Array:
+        zero, first = lax.sub(index, index), index * vectors
         products = [
             lax.mul(
                 lax.broadcast_in_dim(
                     lax.slice_in_dim(query, lane, lane + 1, axis=2), shape, (0, 1, 3)
                 ),
-                key_of(index, lane),
+                key_of(first, lane, zero),
             )
             for lane in range(width)
         ]
         is_visible = (index * _BLOCK + places <= position).reshape(shape[2:])
         block = jnp.where(is_visible[None, None], chained_sum(products), -jnp.inf)
         return lax.dynamic_update_slice(
-            scores, block, (zero, zero, index * vectors, zero)
+            scores, block, (zero, zero, first, zero)
         )
 
     def scores_of(scores: jax.Array, index: jax.Array) -> jax.Array:
@@ -276,9 +281,11 @@ def _attend(
     largest = lax.fori_loop(0, num_blocks, compare, largest)
     largest = jnp.max(largest, axis=(2, 3), keepdims=True)
 
-    def value_of(block: jax.Array, row: int, is_visible: jax.Array) -> jax.Array:
+    def value_of(
+        part: jax.Array, row: int, zero: jax.Array, is_visible: jax.Array
+    ) -> jax.Array:
         """Row `row` of each part of a block, for all heads."""
-        place = (layer, zero, block * parts, zero, jnp.int32(row), zero)
+        place = (layer, zero, part, zero, np.int32(row), zero)
         size = (1, num_kv, parts, width // lanes, 1, lanes)
         part = lax.dynamic_slice(
             cache.values, place, size, allow_negative_indices=False
@@ -292,6 +299,7 @@ def _attend(
 
     def mix(index: jax.Array, carry: Any) -> Any:
         total, mixed = carry
+        zero, first = lax.sub(index, index), index * parts
         weights = jnp.exp(scores_of(scores, index) - largest)
         by_row = weights.reshape(num_kv, groups, parts, _PART)
         is_visible = (index * _BLOCK + places <= position).reshape(parts, _PART)
@@ -300,7 +308,7 @@ def _attend(
                 lax.broadcast_in_dim(
                     lax.slice_in_dim(by_row, row, row + 1, axis=3), wide, (0, 1, 2, 4)
                 ),
-                value_of(index, row, is_visible),
+                value_of(first, row, zero, is_visible),
             )
             for row in range(_PART)
         ]

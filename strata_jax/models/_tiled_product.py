@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from strata_jax.models._tiles import TILE_COLUMNS, TILE_ROWS, Tiles
@@ -55,7 +56,8 @@ def set_row(rows: TiledRows, row: jax.Array, state: jax.Array) -> TiledRows:
     """Puts a state `[K]` into row `row`."""
     padded = jnp.pad(state, (0, -state.shape[0] % TILE_ROWS))
     chunks = padded.reshape(-1, TILE_ROWS)
-    sums = functools.reduce(jnp.add, [chunks[:, place] for place in range(TILE_ROWS)])
+    columns = [lax.slice_in_dim(chunks, n, n + 1, axis=1) for n in range(TILE_ROWS)]
+    sums = lax.squeeze(functools.reduce(lax.add, columns), (1,))
     return TiledRows(
         states=rows.states.at[:, row].set(chunks),
         sums=rows.sums.at[:, row].set(sums),
@@ -93,7 +95,8 @@ def multiply(
     num_layers, num_chunks, all_blocks, _, _ = tiles.values.shape
     if num_layers == 1 and num_blocks is None and all_blocks >= _MANY_BLOCKS:
         return _multiply_halves(rows, tiles)
-    zero = jnp.int32(0)
+    # As a number it would be lowered anew wherever it stands, some hundred times.
+    zero = lax.sub(layer, layer)
     start = zero if first_block is None else first_block
     width = all_blocks if num_blocks is None else num_blocks
     dtype = rows.states.dtype
@@ -105,21 +108,21 @@ def multiply(
 
     def part_of(array: jax.Array, *row: int) -> jax.Array:
         """The layer's chunks and blocks, of one row where there are rows."""
-        place = (layer, zero, start, *map(jnp.int32, row), zero)
+        place = (layer, zero, start, *map(np.int32, row), zero)
         size = (1, num_chunks, width, *(1 for _ in row), TILE_COLUMNS)
         part = lax.dynamic_slice(array, place, size, allow_negative_indices=False)
-        return lax.squeeze(part, (0, 3) if row else (0,))
+        return lax.convert_element_type(lax.reshape(part, wide), dtype)
 
     def of_blocks(array: jax.Array) -> jax.Array:
-        return part_of(array).astype(dtype).reshape(wide)[:, :, None]
+        return part_of(array)[:, :, None]
 
     def product(row: int) -> jax.Array:
         # Of `lax`, since hundreds of jnp's operations take seconds to trace.
         state = lax.slice_in_dim(rows.states, row, row + 1, axis=2)
-        weights = part_of(tiles.values, row).astype(dtype)
+        weights = part_of(tiles.values, row)
         return lax.mul(
-            lax.broadcast_in_dim(lax.squeeze(state, (2,)), shape, (0, 2)),
-            lax.broadcast_in_dim(lax.reshape(weights, wide), shape, (0, 1, 3, 4)),
+            lax.broadcast_in_dim(state, shape, (0, 2, 3)),
+            lax.broadcast_in_dim(weights, shape, (0, 1, 3, 4)),
         )
 
     parts = chained_sum([product(row) for row in range(TILE_ROWS)])
@@ -178,10 +181,13 @@ def _add_chunks(parts: jax.Array) -> jax.Array:
     length = (math.prod(shape),)
 
     def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        zero = lax.sub(step, step)
         for place in range(size):
-            index = step * size + place
-            part = lax.dynamic_index_in_dim(parts, index, keepdims=False)
-            total = total + part.reshape(length)
+            start = (step * size + place, *(zero for _ in shape))
+            part = lax.dynamic_slice(
+                parts, start, (1, *shape), allow_negative_indices=False
+            )
+            total = lax.add(total, lax.reshape(part, length))
         return total
 
     # A loop, so that XLA makes the parts before it adds them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -67,6 +68,8 @@ def count_tokens(
     )
 
 
+# A program of its own for the tracer: draft and target rows then share it.
+@functools.partial(jax.jit, static_argnames="max_candidates")
 def chain_probs(
     settings: SamplingSettings,
     logits: jax.Array,

@@ -12,6 +12,8 @@ from strata_jax._sums import doubling_sum, halving_sum
 BLOCK_SIZE = 256
 
 
+# A program of its own for the tracer: drafts and residuals then share it.
+@jax.jit
 def draw_token(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     """Draws a token with probability proportional to its weight.
 
