@@ -265,9 +265,7 @@ def _attend(
         ]
         is_visible = (index * _BLOCK + places <= position).reshape(shape[2:])
         block = jnp.where(is_visible[None, None], chained_sum(products), -jnp.inf)
-        return lax.dynamic_update_slice(
-            scores, block, (zero, zero, first, zero)
-        )
+        return lax.dynamic_update_slice(scores, block, (zero, zero, first, zero))
 
     def scores_of(scores: jax.Array, index: jax.Array) -> jax.Array:
         return lax.dynamic_slice(scores, (zero, zero, index * vectors, zero), shape)
