@@ -245,14 +245,15 @@ def _attend(
     wide = (num_kv, groups, parts, width // lanes, lanes)
     nothing = jnp.zeros(wide, FLOAT32)
 
-    def key_of(vector: jax.Array, lane: int, zero: jax.Array) -> jax.Array:
-        """Number `lane` of each key of a block, for all heads."""
-        place = (layer, zero, vector, np.int32(lane), zero)
+    def key_of(first: jax.Array, lane: int, zero: jax.Array) -> jax.Array:
+        """Number `lane` of the keys of the block that begins with vector `first`."""
+        place = (layer, zero, first, np.int32(lane), zero)
         size = (1, num_kv, vectors, 1, _LANES)
         part = lax.dynamic_slice(cache.keys, place, size, allow_negative_indices=False)
         return lax.broadcast_in_dim(lax.squeeze(part, (0, 3)), shape, (0, 2, 3))
 
     def score(index: jax.Array, scores: jax.Array) -> jax.Array:
+        # As a number it would be lowered anew wherever it stands.
         zero, first = lax.sub(index, index), index * vectors
         products = [
             lax.mul(
@@ -280,10 +281,10 @@ def _attend(
     largest = jnp.max(largest, axis=(2, 3), keepdims=True)
 
     def value_of(
-        part: jax.Array, row: int, zero: jax.Array, is_visible: jax.Array
+        first: jax.Array, row: int, zero: jax.Array, is_visible: jax.Array
     ) -> jax.Array:
-        """Row `row` of each part of a block, for all heads."""
-        place = (layer, zero, part, zero, np.int32(row), zero)
+        """Row `row` of each part of the block that begins with part `first`."""
+        place = (layer, zero, first, zero, np.int32(row), zero)
         size = (1, num_kv, parts, width // lanes, 1, lanes)
         part = lax.dynamic_slice(
             cache.values, place, size, allow_negative_indices=False
