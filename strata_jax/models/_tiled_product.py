@@ -1,9 +1,10 @@
 """Products of a few rows with stored matrices, each row by itself, at streaming speed.
 
 A matrix is cut into tiles of 32 rows and 8 columns, so that one elementwise expression
-multiplies a tile with all rows of a window: a weight is read once for the window, and a
-row's numbers come from additions in a written order. XLA's own product picks another
-order for another number of rows.
+multiplies a tile with all rows of a window: a weight comes from memory once for the
+window, and from the nearest cache for its further rows, and a row's numbers come from
+additions in a written order. XLA's own product picks another order for another number
+of rows.
 """
 
 from __future__ import annotations

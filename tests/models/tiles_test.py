@@ -60,6 +60,9 @@ CASES = [
     ("q8_0", 256, 960),
     ("q4_1", 1536, 576),
     ("q4_1 in float32", 256, 960),
+    # Column blocks in odd number, and twice that: rows take turns on one or two.
+    ("q8_0", 256, 258),
+    ("q8_0", 256, 266),
 ]
 
 
