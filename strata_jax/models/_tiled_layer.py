@@ -236,7 +236,7 @@ def _attend(
     num_kv, width = config.num_kv_heads, config.head_dim
     groups = config.num_heads // num_kv
     query = query.reshape(num_kv, groups, width) * jnp.float32(width**-0.5)
-    zero, parts, vectors = np.int32(0), _BLOCK // _PART, _BLOCK // _LANES
+    start, parts, vectors = np.int32(0), _BLOCK // _PART, _BLOCK // _LANES
     num_blocks = position // _BLOCK + 1
     shape = (num_kv, groups, vectors, _LANES)
     places = jnp.arange(_BLOCK, dtype=jnp.int32)
@@ -266,10 +266,10 @@ def _attend(
         ]
         is_visible = (index * _BLOCK + places <= position).reshape(shape[2:])
         block = jnp.where(is_visible[None, None], chained_sum(products), -jnp.inf)
-        return lax.dynamic_update_slice(scores, block, (zero, zero, first, zero))
+        return lax.dynamic_update_slice(scores, block, (start, start, first, start))
 
     def scores_of(scores: jax.Array, index: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(scores, (zero, zero, index * vectors, zero), shape)
+        return lax.dynamic_slice(scores, (start, start, index * vectors, start), shape)
 
     def compare(index: jax.Array, largest: jax.Array) -> jax.Array:
         return jnp.maximum(largest, scores_of(scores, index))

@@ -25,9 +25,9 @@ from strata_jax.models._tiles import TILE_COLUMNS, TILE_ROWS, Tiles
 _CHAINS = 4
 # Tiles above each other that are added in one step.
 _MOST_AT_ONCE = 9
-# Column blocks that one row passes before the next row does: enough for the processor
-# to see a stream and fetch ahead, few enough to be still in its nearest cache. With
-# rows in turn on every block, two cores read float32 weights at half the speed.
+# Column blocks, at most, that a row passes before the next one does: enough for the
+# processor to see a stream and fetch ahead, few enough to stay in its nearest cache.
+# With rows in turn on every block, two cores read float32 weights at half the speed.
 _RUN = 8
 # Column blocks from which a matrix by itself is worth a second core.
 _MANY_BLOCKS = 64

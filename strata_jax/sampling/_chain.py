@@ -68,8 +68,6 @@ def count_tokens(
     )
 
 
-# A program of its own for the tracer: draft and target rows then share it.
-@functools.partial(jax.jit, static_argnames="max_candidates")
 def chain_probs(
     settings: SamplingSettings,
     logits: jax.Array,
@@ -100,10 +98,20 @@ def chain_probs(
     Exactness: a function of one row; sums have a fixed order, so the bits do not
       depend on how many rows share a window.
     """
-    vocab_size = settings.logit_bias.shape[0]
-    _checks.check_shape("logits", logits, (vocab_size,))
+    _checks.check_shape("logits", logits, settings.logit_bias.shape)
+    return _run_chain(settings, logits, counts, max_candidates)
+
+
+# A program of its own for the tracer: draft and target rows then share it.
+@functools.partial(jax.jit, static_argnames="max_candidates")
+def _run_chain(
+    settings: SamplingSettings,
+    logits: jax.Array,
+    counts: TokenCounts,
+    max_candidates: int | None,
+) -> tuple[jax.Array, jax.Array]:
     logits = logits.astype(at_least_float32(logits.dtype))
-    dtype = logits.dtype
+    vocab_size, dtype = logits.shape[0], logits.dtype
     # A fault stays one, whatever is banned or penalised.
     biased = logits + settings.logit_bias.astype(dtype)
     logits = jnp.where(_is_fault(logits), jnp.nan, biased)

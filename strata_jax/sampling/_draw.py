@@ -12,8 +12,6 @@ from strata_jax._sums import doubling_sum, halving_sum
 BLOCK_SIZE = 256
 
 
-# A program of its own for the tracer: drafts and residuals then share it.
-@jax.jit
 def draw_token(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     """Draws a token with probability proportional to its weight.
 
@@ -46,6 +44,12 @@ def draw_token(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     _checks.check_shape("weights", weights, (None,))
     _checks.check_floating("weights", weights)
     _checks.check_shape("uniforms", uniforms, (2,))
+    return _draw(weights, uniforms)
+
+
+# A program of its own for the tracer: drafts and residuals then share it.
+@jax.jit
+def _draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     uniforms = uniforms.astype(weights.dtype)
     size = weights.shape[0]
     if size <= BLOCK_SIZE:
