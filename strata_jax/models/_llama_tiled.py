@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from strata_jax import _checks
+from strata_jax._rows import put_row, take_row
 from strata_jax.models._llama_params import LlamaConfig, LlamaParams, check_params
 from strata_jax.models._mtp_tiled import TiledMtpParams
 from strata_jax.models._tiled_layer import (
@@ -225,7 +226,7 @@ def _write_rows(
     rows: jax.Array, new: jax.Array, start: jax.Array, count: jax.Array
 ) -> jax.Array:
     def write(row: jax.Array, rows: jax.Array) -> jax.Array:
-        return rows.at[start + row].set(new[row])
+        return put_row(rows, start + row, take_row(new, row))
 
     return lax.fori_loop(0, count, write, rows)
 
@@ -243,8 +244,8 @@ def _run_layers(
     table = params.head if params.embedding is None else params.embedding
 
     def embed(row: jax.Array, states: jax.Array) -> jax.Array:
-        state = take_column(table, 0, tokens[row]).astype(FLOAT32)
-        return states.at[row].set(state)
+        state = take_column(table, 0, take_row(tokens, row)).astype(FLOAT32)
+        return put_row(states, row, state)
 
     hidden = jnp.zeros((size, config.hidden_size), FLOAT32)
     hidden = lax.fori_loop(0, count, embed, hidden)
@@ -281,7 +282,7 @@ def _write_logits(
 
         def write(row: jax.Array, logits: jax.Array) -> jax.Array:
             place = (start + row, block * TILE_COLUMNS)
-            return lax.dynamic_update_slice(logits, piece[row][None], place)
+            return lax.dynamic_update_slice(logits, take_row(piece, row)[None], place)
 
         return lax.fori_loop(first, count, write, logits)
 

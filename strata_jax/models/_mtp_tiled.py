@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from strata_jax import _checks
+from strata_jax._rows import take_row
 from strata_jax.models._attention import rms_norm
 from strata_jax.models._llama_params import LlamaConfig, LlamaLayer
 from strata_jax.models._mtp_params import MtpParams
@@ -204,9 +205,9 @@ def run_tiled_cells(
     num_rows, size = hidden.shape
 
     def join(row: jax.Array, rows: TiledRows) -> TiledRows:
-        embedded = take_column(table, 0, tokens[row]).astype(FLOAT32)
+        embedded = take_column(table, 0, take_row(tokens, row)).astype(FLOAT32)
         embedded = rms_norm(embedded, mtp.embedding_norm, config.norm_epsilon)
-        normed = rms_norm(hidden[row], mtp.hidden_norm, config.norm_epsilon)
+        normed = rms_norm(take_row(hidden, row), mtp.hidden_norm, config.norm_epsilon)
         return set_row(rows, row, jnp.concatenate([embedded, normed]))
 
     rows = lax.fori_loop(0, count, join, empty_rows(num_rows, 2 * size, FLOAT32))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from strata_jax._rows import put_row, take_row
 from strata_jax.models._attention import rms_norm, rotary_angles, rotate
 from strata_jax.models._llama_params import LlamaConfig
 from strata_jax.models._tiled_product import (
@@ -108,7 +109,7 @@ def place_group(
 
     def turn(row: jax.Array, angles: Any) -> Any:
         cosine, sine = rotary_angles(config, position + row, FLOAT32)
-        return angles[0].at[row].set(cosine), angles[1].at[row].set(sine)
+        return put_row(angles[0], row, cosine), put_row(angles[1], row, sine)
 
     empty = jnp.zeros((size, config.head_dim // 2), FLOAT32)
     cosine, sine = lax.fori_loop(0, count, turn, (empty, empty))
@@ -125,7 +126,7 @@ def norm_rows(
     """Norms the rows `first` .. `count - 1` of `[T, D]` for a product."""
 
     def norm(row: jax.Array, rows: TiledRows) -> TiledRows:
-        return set_row(rows, row, rms_norm(states[row], scale, epsilon))
+        return set_row(rows, row, rms_norm(take_row(states, row), scale, epsilon))
 
     num_rows, size = states.shape
     return lax.fori_loop(first, count, norm, empty_rows(num_rows, size, FLOAT32))
@@ -159,7 +160,7 @@ def run_layer(
     position, count = group.position, group.count
 
     def of_layer(norms: jax.Array) -> jax.Array:
-        return lax.dynamic_index_in_dim(norms, index, keepdims=False)
+        return take_row(norms, index)
 
     norm = of_layer(layers.attention_norm)
     ready = norm_rows(hidden, norm, config.norm_epsilon, count)
@@ -167,8 +168,9 @@ def run_layer(
 
     def attend(row: jax.Array, carry: Any) -> Any:
         rows, cache, scores = carry
-        parts = projected[row].reshape(queries + 2 * keys, config.head_dim)
-        turned = rotate(parts[: queries + keys], group.cosine[row], group.sine[row])
+        parts = take_row(projected, row).reshape(queries + 2 * keys, config.head_dim)
+        angles = take_row(group.cosine, row), take_row(group.sine, row)
+        turned = rotate(parts[: queries + keys], *angles)
         cache = _store(
             cache, index, position + row, turned[queries:], parts[queries + keys :]
         )
@@ -185,8 +187,8 @@ def run_layer(
     inner = config.intermediate_size
 
     def activate(row: jax.Array, rows: TiledRows) -> TiledRows:
-        gate, up = fed[row, :inner], fed[row, inner:]
-        return set_row(rows, row, jax.nn.silu(gate) * up)
+        gate_up = take_row(fed, row)
+        return set_row(rows, row, jax.nn.silu(gate_up[:inner]) * gate_up[inner:])
 
     active = lax.fori_loop(0, count, activate, empty_rows(size, inner, FLOAT32))
     hidden = _add(hidden, multiply(active, layers.down, index), count)
@@ -195,7 +197,7 @@ def run_layer(
 
 def _add(states: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
     def add(row: jax.Array, states: jax.Array) -> jax.Array:
-        return states.at[row].add(new[row])
+        return put_row(states, row, take_row(states, row) + take_row(new, row))
 
     return lax.fori_loop(0, count, add, states)
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from strata_jax._rows import put_row
 from strata_jax.models._tiles import TILE_COLUMNS, TILE_ROWS, Tiles
 
 # Chains of additions in a tile; one alone would wait for itself.
@@ -60,8 +61,8 @@ def set_row(rows: TiledRows, row: jax.Array, state: jax.Array) -> TiledRows:
     columns = [lax.slice_in_dim(chunks, n, n + 1, axis=1) for n in range(TILE_ROWS)]
     sums = lax.squeeze(functools.reduce(lax.add, columns), (1,))
     return TiledRows(
-        states=rows.states.at[:, row].set(chunks),
-        sums=rows.sums.at[:, row].set(sums),
+        states=put_row(rows.states, row, chunks, axis=1),
+        sums=put_row(rows.sums, row, sums, axis=1),
     )
 
 
