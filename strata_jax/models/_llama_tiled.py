@@ -22,12 +22,12 @@ from strata_jax.models._mtp_tiled import TiledMtpParams
 from strata_jax.models._tiled_layer import (
     FLOAT32,
     TiledLlamaCache,
-    empty_scores,
+    empty_buffers,
     norm_rows,
     place_group,
     run_layer,
 )
-from strata_jax.models._tiled_product import multiply
+from strata_jax.models._tiled_product import empty_rows, multiply
 from strata_jax.models._tiles import (
     TILE_COLUMNS,
     Tiles,
@@ -254,7 +254,7 @@ def _run_layers(
     def layer(index: jax.Array, carry: Any) -> Any:
         return run_layer(config, params, index, group, *carry)
 
-    carry = (hidden, cache, empty_scores(config, cache))
+    carry = (hidden, cache, empty_buffers(config, cache, size))
     hidden, cache, _ = lax.fori_loop(
         jnp.int32(0), jnp.int32(config.num_layers), layer, carry
     )
@@ -270,7 +270,9 @@ def _write_logits(
     first: jax.Array,
     count: jax.Array,
 ) -> jax.Array:
-    rows = norm_rows(states, params.final_norm, config.norm_epsilon, count, first)
+    rows = empty_rows(*states.shape, FLOAT32)
+    epsilon = config.norm_epsilon
+    rows = norm_rows(states, params.final_norm, epsilon, count, rows, first)
     num_blocks = params.head.values.shape[2]
     step = min(_HEAD_BLOCKS, num_blocks)
     steps = -(-num_blocks // step)

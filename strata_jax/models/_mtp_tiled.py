@@ -18,7 +18,7 @@ from strata_jax.models._mtp_params import MtpParams
 from strata_jax.models._tiled_layer import (
     FLOAT32,
     TiledLlamaCache,
-    empty_scores,
+    empty_buffers,
     empty_tiled_cache,
     norm_rows,
     place_group,
@@ -214,8 +214,8 @@ def run_tiled_cells(
     index = jnp.zeros((), jnp.int32)
     states = multiply(rows, mtp.projection, index)
     group = place_group(config, cell, count, num_rows)
-    scores = empty_scores(config, cache)
-    states, cache, _ = run_layer(config, mtp, index, group, states, cache, scores)
+    buffers = empty_buffers(config, cache, num_rows)
+    states, cache, _ = run_layer(config, mtp, index, group, states, cache, buffers)
     return states, cache
 
 
@@ -223,7 +223,8 @@ def tiled_draft_logits(mtp: TiledMtpParams, state: jax.Array) -> jax.Array:
     """Returns logits `[V]` of a draft, -inf outside its draft vocabulary."""
     assert mtp.head is not None
     epsilon = mtp.config.norm_epsilon
-    rows = norm_rows(state[None], mtp.final_norm, epsilon, one_row(state))
+    rows = empty_rows(1, state.shape[0], FLOAT32)
+    rows = norm_rows(state[None], mtp.final_norm, epsilon, one_row(state), rows)
     logits = multiply(rows, mtp.head, jnp.int32(0))[0]
     if mtp.draft_tokens is None:
         return logits

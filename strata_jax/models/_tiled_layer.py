@@ -66,6 +66,22 @@ class TiledLlamaCache:
     values: jax.Array  # [L, num_kv_heads, S / 64, head_dim / 8, 64, 8]
 
 
+class Buffers(NamedTuple):
+    """Where the rows of a group are made, anything to begin with.
+
+    One set for all layers, since new ones would be filled each time.
+    """
+
+    scores: jax.Array
+    """[num_kv_heads, num_heads / num_kv_heads, S / 8, 8], of one row's attention."""
+    normed: TiledRows
+    """Of D entries."""
+    mixed: TiledRows
+    """Of num_heads * head_dim entries."""
+    active: TiledRows
+    """Of F entries."""
+
+
 class Group(NamedTuple):
     """Where the rows of a group stand."""
 
@@ -121,25 +137,33 @@ def norm_rows(
     scale: jax.Array,
     epsilon: float,
     count: jax.Array,
+    ready: TiledRows,
     first: jax.Array | int = 0,
 ) -> TiledRows:
-    """Norms the rows `first` .. `count - 1` of `[T, D]` for a product."""
+    """Norms the rows `first` .. `count - 1` of `[T, D]` for a product, into `ready`."""
 
-    def norm(row: jax.Array, rows: TiledRows) -> TiledRows:
-        return set_row(rows, row, rms_norm(take_row(states, row), scale, epsilon))
+    def norm(row: jax.Array, ready: TiledRows) -> TiledRows:
+        return set_row(ready, row, rms_norm(take_row(states, row), scale, epsilon))
 
-    num_rows, size = states.shape
-    return lax.fori_loop(first, count, norm, empty_rows(num_rows, size, FLOAT32))
+    return lax.fori_loop(first, count, norm, ready)
 
 
-def empty_scores(config: LlamaConfig, cache: TiledLlamaCache) -> jax.Array:
-    """Returns a buffer for the scores of one row's attention.
-
-    One for all layers and rows, since a new one would be filled each time.
-    """
+def empty_buffers(
+    config: LlamaConfig, cache: TiledLlamaCache, num_rows: int
+) -> Buffers:
+    """Returns buffers for T rows."""
     groups = config.num_heads // config.num_kv_heads
     shape = (config.num_kv_heads, groups, cache.keys.shape[2], _LANES)
-    return jnp.zeros(shape, FLOAT32)
+
+    def of_size(size: int) -> TiledRows:
+        return empty_rows(num_rows, size, FLOAT32)
+
+    return Buffers(
+        scores=jnp.zeros(shape, FLOAT32),
+        normed=of_size(config.hidden_size),
+        mixed=of_size(config.num_heads * config.head_dim),
+        active=of_size(config.intermediate_size),
+    )
 
 
 def run_layer(
@@ -149,13 +173,12 @@ def run_layer(
     group: Group,
     hidden: jax.Array,
     cache: TiledLlamaCache,
-    scores: jax.Array,
-) -> tuple[jax.Array, TiledLlamaCache, jax.Array]:
-    """Runs layer `index` on the rows of a group: states `[T, D]`, cache, buffer.
+    buffers: Buffers,
+) -> tuple[jax.Array, TiledLlamaCache, Buffers]:
+    """Runs layer `index` on the rows of a group: states `[T, D]`, cache, buffers.
 
     Exactness: a row is a function of one token, whatever T; never `vmap` it.
     """
-    size = hidden.shape[0]
     queries, keys = config.num_heads, config.num_kv_heads
     position, count = group.position, group.count
 
@@ -163,8 +186,8 @@ def run_layer(
         return take_row(norms, index)
 
     norm = of_layer(layers.attention_norm)
-    ready = norm_rows(hidden, norm, config.norm_epsilon, count)
-    projected = multiply(ready, layers.query_key_value, index)
+    normed = norm_rows(hidden, norm, config.norm_epsilon, count, buffers.normed)
+    projected = multiply(normed, layers.query_key_value, index)
 
     def attend(row: jax.Array, carry: Any) -> Any:
         rows, cache, scores = carry
@@ -178,28 +201,33 @@ def run_layer(
         mixed, scores = _attend(config, query, cache, index, position + row, scores)
         return set_row(rows, row, mixed), cache, scores
 
-    mixed = empty_rows(size, queries * config.head_dim, FLOAT32)
-    mixed, cache, scores = lax.fori_loop(0, count, attend, (mixed, cache, scores))
-    hidden = _add(hidden, multiply(mixed, layers.output, index), count)
+    carry = (buffers.mixed, cache, buffers.scores)
+    mixed, cache, scores = lax.fori_loop(0, count, attend, carry)
+    attended = multiply(mixed, layers.output, index)
     norm = of_layer(layers.feed_forward_norm)
-    ready = norm_rows(hidden, norm, config.norm_epsilon, count)
-    fed = multiply(ready, layers.gate_up, index)
+
+    def add_and_norm(row: jax.Array, carry: Any) -> Any:
+        hidden, rows = carry
+        state = take_row(hidden, row) + take_row(attended, row)
+        new = rms_norm(state, norm, config.norm_epsilon)
+        return put_row(hidden, row, state), set_row(rows, row, new)
+
+    hidden, normed = lax.fori_loop(0, count, add_and_norm, (hidden, normed))
+    fed = multiply(normed, layers.gate_up, index)
     inner = config.intermediate_size
 
     def activate(row: jax.Array, rows: TiledRows) -> TiledRows:
         gate_up = take_row(fed, row)
         return set_row(rows, row, jax.nn.silu(gate_up[:inner]) * gate_up[inner:])
 
-    active = lax.fori_loop(0, count, activate, empty_rows(size, inner, FLOAT32))
-    hidden = _add(hidden, multiply(active, layers.down, index), count)
-    return hidden, cache, scores
+    active = lax.fori_loop(0, count, activate, buffers.active)
+    left = multiply(active, layers.down, index)
 
+    def add(row: jax.Array, hidden: jax.Array) -> jax.Array:
+        return put_row(hidden, row, take_row(hidden, row) + take_row(left, row))
 
-def _add(states: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
-    def add(row: jax.Array, states: jax.Array) -> jax.Array:
-        return put_row(states, row, take_row(states, row) + take_row(new, row))
-
-    return lax.fori_loop(0, count, add, states)
+    hidden = lax.fori_loop(0, count, add, hidden)
+    return hidden, cache, Buffers(scores, normed, mixed, active)
 
 
 def _store(

@@ -25,7 +25,7 @@ from strata_jax.models._tiles import TILE_COLUMNS, TILE_ROWS, Tiles
 # Chains of additions in a tile; one alone would wait for itself.
 _CHAINS = 4
 # Tiles above each other that are added in one step.
-_MOST_AT_ONCE = 9
+_MOST_AT_ONCE = 24
 # Column blocks, at most, that a row passes before the next one does: enough for the
 # processor to see a stream and fetch ahead, few enough to stay in its nearest cache.
 # With rows in turn on every block, two cores read float32 weights at half the speed.
