@@ -103,9 +103,13 @@ def multiply(
     width = all_blocks if num_blocks is None else num_blocks
     dtype = rows.states.dtype
 
+    # The second row of a pair is where a complex number has its imaginary part: XLA
+    # then decodes a weight once for both. No two parts of a number ever meet.
     num_rows = rows.states.shape[1]
+    is_paired = num_rows > 1 and tiles.scale is not None
+    num_pairs = -(-num_rows // 2) if is_paired else num_rows
     run = math.gcd(width, _RUN)
-    shape = (num_chunks, width // run, num_rows, run, TILE_COLUMNS)
+    shape = (num_chunks, width // run, num_pairs, run, TILE_COLUMNS)
     wide = (num_chunks, width // run, run, TILE_COLUMNS)
 
     def part_of(array: jax.Array, *row: int) -> jax.Array:
@@ -118,22 +122,47 @@ def multiply(
     def of_blocks(array: jax.Array) -> jax.Array:
         return part_of(array)[:, :, None]
 
-    def product(row: int) -> jax.Array:
-        # Of `lax`, since hundreds of jnp's operations take seconds to trace.
-        state = lax.slice_in_dim(rows.states, row, row + 1, axis=2)
-        weights = part_of(tiles.values, row)
-        return lax.mul(
-            lax.broadcast_in_dim(state, shape, (0, 2, 3)),
-            lax.broadcast_in_dim(weights, shape, (0, 1, 3, 4)),
-        )
+    def products_of(rows: TiledRows) -> jax.Array:
+        """Products of each tile with each of some rows."""
 
-    parts = chained_sum([product(row) for row in range(TILE_ROWS)])
-    if tiles.scale is not None:
-        parts = parts * of_blocks(tiles.scale)
-    if tiles.offset is not None:
-        parts = parts + rows.sums[:, None, :, None, None] * of_blocks(tiles.offset)
-    total = jnp.swapaxes(_add_chunks(parts), 0, 1).reshape(num_rows, -1)
+        def product(row: int) -> jax.Array:
+            # Of `lax`, since hundreds of jnp's operations take seconds to trace.
+            state = lax.slice_in_dim(rows.states, row, row + 1, axis=2)
+            weights = part_of(tiles.values, row)
+            return lax.mul(
+                lax.broadcast_in_dim(state, shape, (0, 2, 3)),
+                lax.broadcast_in_dim(weights, shape, (0, 1, 3, 4)),
+            )
+
+        parts = chained_sum([product(row) for row in range(TILE_ROWS)])
+        if tiles.scale is not None:
+            parts = parts * of_blocks(tiles.scale)
+        if tiles.offset is not None:
+            parts = parts + rows.sums[:, None, :, None, None] * of_blocks(tiles.offset)
+        return parts
+
+    if is_paired:
+        first, second = (_every_other(rows, place, num_pairs) for place in range(2))
+        parts = lax.complex(products_of(first), products_of(second))
+    else:
+        parts = products_of(rows)
+    total = jnp.swapaxes(_add_chunks(parts), 0, 1).reshape(num_pairs, -1)
+    if is_paired:
+        pairs = jnp.stack([total.real, total.imag], axis=1)
+        total = pairs.reshape(2 * num_pairs, -1)[:num_rows]
     return total[:, : tiles.num_columns] if num_blocks is None else total
+
+
+def _every_other(rows: TiledRows, place: int, count: int) -> TiledRows:
+    """The rows `place`, `place + 2`, ...; zeros where there are less than `count`."""
+
+    def take(array: jax.Array) -> jax.Array:
+        taken = array[:, place::2]
+        padding = [(0, 0)] * array.ndim
+        padding[1] = (0, count - taken.shape[1])
+        return jnp.pad(taken, padding)
+
+    return TiledRows(states=take(rows.states), sums=take(rows.sums))
 
 
 def _multiply_halves(rows: TiledRows, tiles: Tiles) -> jax.Array:
