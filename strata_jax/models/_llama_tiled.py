@@ -1,7 +1,7 @@
 """The llama family on tiled weights: the singleton's law of one token, at window speed.
 
-A window is run in groups of rows: programs for one row, for two, for up to four and for
-up to eight, each with the layers of `_tiled_layer`.
+A window is run in groups of up to eight rows: programs for one row, for two, for up to
+four and for all rows of a window, each with the layers of `_tiled_layer`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from strata_jax.models._tiles import (
     take_column,
 )
 
-# Rows of a window that share a pass over the weights. A group is computed by the
-# smallest of these programs that holds it; its other rows are computed in vain.
-_GROUPS = (1, 2, 4, 8)
+# Rows of a window that share a pass over the weights: the window's, at most this many.
+_LARGEST_GROUP = 8
+# Smaller programs. A group is computed by the smallest that holds it; its other rows
+# are computed in vain.
+_GROUPS = (1, 2, 4)
 # Column blocks of the head in one product, so that partial sums stay in the cache.
 _HEAD_BLOCKS = 512
 
@@ -181,10 +183,11 @@ def score_tiled_rows(
       windows and cache capacity; never `vmap` it, see `strata_jax.targets.singleton`.
     """
     num_tokens = tokens.shape[0]
-    largest = min(size for size in _GROUPS if size >= min(num_tokens, _GROUPS[-1]))
+    largest = min(num_tokens, _LARGEST_GROUP)
+    groups = [largest]
     # A prompt is long: programs for its last few rows would only be compiled.
-    is_prompt = num_tokens > largest
-    groups = [s for s in _GROUPS if s == largest or (s < largest and not is_prompt)]
+    if num_tokens == largest:
+        groups = [*(size for size in _GROUPS if size < largest), largest]
     logits = jnp.zeros((num_tokens + largest, config.vocab_size), jnp.float32)
     hidden = jnp.zeros((num_tokens + largest, config.hidden_size), jnp.float32)
     padded = jnp.pad(tokens, (0, largest))
@@ -270,7 +273,7 @@ def _write_logits(
     first: jax.Array,
     count: jax.Array,
 ) -> jax.Array:
-    rows = empty_rows(*states.shape, FLOAT32)
+    rows = empty_rows(states.shape[0], config.hidden_size, FLOAT32)
     epsilon = config.norm_epsilon
     rows = norm_rows(states, params.final_norm, epsilon, count, rows, first)
     num_blocks = params.head.values.shape[2]

@@ -122,17 +122,18 @@ def multiply(
     def of_blocks(array: jax.Array) -> jax.Array:
         return part_of(array)[:, :, None]
 
+    # Of `lax`, here and below: hundreds of jnp's operations take seconds to trace.
+    weights = [
+        lax.broadcast_in_dim(part_of(tiles.values, row), shape, (0, 1, 3, 4))
+        for row in range(TILE_ROWS)
+    ]
+
     def products_of(rows: TiledRows) -> jax.Array:
         """Products of each tile with each of some rows."""
 
         def product(row: int) -> jax.Array:
-            # Of `lax`, since hundreds of jnp's operations take seconds to trace.
             state = lax.slice_in_dim(rows.states, row, row + 1, axis=2)
-            weights = part_of(tiles.values, row)
-            return lax.mul(
-                lax.broadcast_in_dim(state, shape, (0, 2, 3)),
-                lax.broadcast_in_dim(weights, shape, (0, 1, 3, 4)),
-            )
+            return lax.mul(lax.broadcast_in_dim(state, shape, (0, 2, 3)), weights[row])
 
         parts = chained_sum([product(row) for row in range(TILE_ROWS)])
         if tiles.scale is not None:

@@ -83,6 +83,21 @@ def test_a_row_has_its_bits_at_every_width(kind, num_rows, num_columns, num_laye
         np.testing.assert_array_equal(product(states[:width], tiles), alone[:width])
 
 
+def test_a_row_that_is_not_finite_leaves_its_neighbours_alone():
+    tiles, _ = make("q8_0", 256, 960)
+    states = np.random.default_rng(4).standard_normal((4, 256)).astype(np.float32)
+    alone = np.asarray(product(states[:1], tiles))[0]
+    for neighbour in (np.inf, -np.inf, np.nan):
+        states[1:, 100] = neighbour
+        found = np.asarray(product(states, tiles))
+        np.testing.assert_array_equal(found[0], alone)
+        assert not np.isfinite(found[1:]).any()
+        # Rows in pairs are complex numbers; a product of those would mix them.
+        pair = jax.lax.complex(*jnp.asarray(states[:2]))
+        mixed = jnp.sum(pair * jnp.ones(256, pair.dtype))
+        assert not np.isfinite(mixed.real)
+
+
 def test_scales_in_half_precision_give_the_bits_of_float32():
     tiles, _ = make("q4_1", 256, 960)
     wide = dataclasses.replace(
