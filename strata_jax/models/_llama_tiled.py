@@ -1,7 +1,9 @@
 """The llama family on tiled weights: the singleton's law of one token, at window speed.
 
-A window is run in groups of up to eight rows: programs for one row, for two, for up to
-four and for all rows of a window, each with the layers of `_tiled_layer`.
+A window of up to eight rows is one group, with programs for one row, for two, for four
+and for all, of which the smallest that suffices runs; a longer one, and a prompt, goes
+in groups of eight. Programs differ in the number of rows only; `_tiled_layer` has their
+layers.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from strata_jax import _checks
-from strata_jax._rows import put_row, take_row
 from strata_jax.models._llama_params import LlamaConfig, LlamaParams, check_params
 from strata_jax.models._mtp_tiled import TiledMtpParams
+from strata_jax.models._rows import put_row, take_row
 from strata_jax.models._tiled_layer import (
     FLOAT32,
     TiledLlamaCache,
@@ -31,15 +33,15 @@ from strata_jax.models._tiled_product import empty_rows, multiply
 from strata_jax.models._tiles import (
     TILE_COLUMNS,
     Tiles,
+    check_narrow,
     check_tiles,
     cut_tiles,
     take_column,
 )
 
-# Rows of a window that share a pass over the weights: the window's, at most this many.
+# Rows, at most, that share a pass over the weights.
 _LARGEST_GROUP = 8
-# Smaller programs. A group is computed by the smallest that holds it; its other rows
-# are computed in vain.
+# Rows of the smaller programs; those that a window does not have are computed in vain.
 _GROUPS = (1, 2, 4)
 # Column blocks of the head in one product, so that partial sums stay in the cache.
 _HEAD_BLOCKS = 512
@@ -72,11 +74,13 @@ def tile_params(config: LlamaConfig, params: LlamaParams) -> TiledLlamaParams:
       The same weights, in the dtype of the given ones.
 
     Raises:
-      ValueError: naming the first tensor that does not fit the configuration.
+      ValueError: naming the first tensor that does not fit the configuration; or if
+        weights are float64.
 
     Exactness: the same weights; products add in another order than with `params`.
     """
     check_params(config, params)
+    check_narrow("params", params)
     dtype = params.embedding.dtype
 
     def stack(field: str) -> jax.Array:
@@ -171,8 +175,8 @@ def score_tiled_rows(
       cache: holds the tokens before `position`.
       tokens: `[T]` int32, standing at `position`, `position + 1`, ...
       position: [] int32.
-      num_rows: [] int32, how many of them to compute; `position + num_rows` must not
-        exceed the cache.
+      num_rows: [] int32, how many of them to compute, at most T; `position +
+        num_rows` must not exceed the cache.
       first_logits_row: [] int32, rows before it get no logits.
 
     Returns:
@@ -188,8 +192,8 @@ def score_tiled_rows(
     # A prompt is long: programs for its last few rows would only be compiled.
     if num_tokens == largest:
         groups = [*(size for size in _GROUPS if size < largest), largest]
-    logits = jnp.zeros((num_tokens + largest, config.vocab_size), jnp.float32)
-    hidden = jnp.zeros((num_tokens + largest, config.hidden_size), jnp.float32)
+    logits = jnp.zeros((num_tokens, config.vocab_size), jnp.float32)
+    hidden = jnp.zeros((num_tokens, config.hidden_size), jnp.float32)
     padded = jnp.pad(tokens, (0, largest))
 
     def run_group(start: jax.Array, carry: tuple) -> tuple:
@@ -221,8 +225,7 @@ def score_tiled_rows(
 
     carry = (logits, hidden, cache)
     num_groups = (num_rows + largest - 1) // largest
-    logits, hidden, cache = lax.fori_loop(0, num_groups, run_groups, carry)
-    return logits[:num_tokens], hidden[:num_tokens], cache
+    return lax.fori_loop(0, num_groups, run_groups, carry)
 
 
 def _write_rows(

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from strata_jax import _checks
-from strata_jax._rows import take_row
 from strata_jax.models._attention import rms_norm
 from strata_jax.models._llama_params import LlamaConfig, LlamaLayer
 from strata_jax.models._mtp_params import MtpParams
+from strata_jax.models._rows import take_row
 from strata_jax.models._tiled_layer import (
     FLOAT32,
     TiledLlamaCache,
@@ -33,6 +33,7 @@ from strata_jax.models._tiled_product import (
 )
 from strata_jax.models._tiles import (
     Tiles,
+    check_narrow,
     check_tiles,
     cut_packed_tiles,
     cut_tiles,
@@ -110,13 +111,14 @@ def tile_mtp(mtp: MtpParams, *, is_quantized: bool = False) -> TiledMtpParams:
       The head, without tables.
 
     Raises:
-      ValueError: if its layer has experts.
+      ValueError: if its layer has experts, or weights are float64.
 
     Exactness: law-exact with any weights.
     """
     layer, config = mtp.layer, mtp.config
     if not isinstance(layer, LlamaLayer) or not isinstance(config, LlamaConfig):
         raise ValueError("mtp: only heads with a dense layer can be tiled")
+    check_narrow("mtp", mtp)
 
     def cut(*matrices: jax.Array) -> Tiles:
         matrix = np.concatenate([np.asarray(matrix) for matrix in matrices], axis=1)

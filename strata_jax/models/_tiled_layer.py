@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from strata_jax._rows import put_row, take_row
 from strata_jax.models._attention import rms_norm, rotary_angles, rotate
 from strata_jax.models._llama_params import LlamaConfig
+from strata_jax.models._rows import put_row, take_row
 from strata_jax.models._tiled_product import (
     TiledRows,
     chained_sum,
@@ -67,7 +67,7 @@ class TiledLlamaCache:
 
 
 class Buffers(NamedTuple):
-    """Where the rows of a group are made, anything to begin with.
+    """Memory for a layer's steps; what it holds before a layer does not matter.
 
     One set for all layers, since new ones would be filled each time.
     """
@@ -75,11 +75,11 @@ class Buffers(NamedTuple):
     scores: jax.Array
     """[num_kv_heads, num_heads / num_kv_heads, S / 8, 8], of one row's attention."""
     normed: TiledRows
-    """Of D entries."""
+    """T rows of D entries."""
     mixed: TiledRows
-    """Of num_heads * head_dim entries."""
+    """T rows of num_heads * head_dim entries."""
     active: TiledRows
-    """Of F entries."""
+    """T rows of F entries."""
 
 
 class Group(NamedTuple):
@@ -151,7 +151,7 @@ def norm_rows(
 def empty_buffers(
     config: LlamaConfig, cache: TiledLlamaCache, num_rows: int
 ) -> Buffers:
-    """Returns buffers for T rows."""
+    """Returns buffers for groups of `num_rows` rows."""
     groups = config.num_heads // config.num_kv_heads
     shape = (config.num_kv_heads, groups, cache.keys.shape[2], _LANES)
 
@@ -213,18 +213,18 @@ def run_layer(
         return put_row(hidden, row, state), set_row(rows, row, new)
 
     hidden, normed = lax.fori_loop(0, count, add_and_norm, (hidden, normed))
-    fed = multiply(normed, layers.gate_up, index)
+    gates = multiply(normed, layers.gate_up, index)
     inner = config.intermediate_size
 
     def activate(row: jax.Array, rows: TiledRows) -> TiledRows:
-        gate_up = take_row(fed, row)
-        return set_row(rows, row, jax.nn.silu(gate_up[:inner]) * gate_up[inner:])
+        gate, up = jnp.split(take_row(gates, row), [inner])
+        return set_row(rows, row, jax.nn.silu(gate) * up)
 
     active = lax.fori_loop(0, count, activate, buffers.active)
-    left = multiply(active, layers.down, index)
+    fed = multiply(active, layers.down, index)
 
     def add(row: jax.Array, hidden: jax.Array) -> jax.Array:
-        return put_row(hidden, row, take_row(hidden, row) + take_row(left, row))
+        return put_row(hidden, row, take_row(hidden, row) + take_row(fed, row))
 
     hidden = lax.fori_loop(0, count, add, hidden)
     return hidden, cache, Buffers(scores, normed, mixed, active)

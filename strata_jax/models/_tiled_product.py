@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from strata_jax._rows import put_row
+from strata_jax.models._rows import put_row
 from strata_jax.models._tiles import TILE_COLUMNS, TILE_ROWS, Tiles
 
 # Chains of additions in a tile; one alone would wait for itself.
@@ -38,7 +38,7 @@ _MANY_BLOCKS = 64
 class TiledRows:
     """Rows that are ready to be multiplied; they must come out of a loop.
 
-    XLA would otherwise compute them again for every column.
+    XLA would otherwise compute them again for every column, and round them otherwise.
     """
 
     states: jax.Array  # [C, T, 32]
@@ -128,18 +128,18 @@ def multiply(
         for row in range(TILE_ROWS)
     ]
 
-    def products_of(rows: TiledRows) -> jax.Array:
+    def products_of(some: TiledRows) -> jax.Array:
         """Products of each tile with each of some rows."""
 
         def product(row: int) -> jax.Array:
-            state = lax.slice_in_dim(rows.states, row, row + 1, axis=2)
+            state = lax.slice_in_dim(some.states, row, row + 1, axis=2)
             return lax.mul(lax.broadcast_in_dim(state, shape, (0, 2, 3)), weights[row])
 
         parts = chained_sum([product(row) for row in range(TILE_ROWS)])
         if tiles.scale is not None:
             parts = parts * of_blocks(tiles.scale)
         if tiles.offset is not None:
-            parts = parts + rows.sums[:, None, :, None, None] * of_blocks(tiles.offset)
+            parts = parts + some.sums[:, None, :, None, None] * of_blocks(tiles.offset)
         return parts
 
     if is_paired:
@@ -155,7 +155,7 @@ def multiply(
 
 
 def _every_other(rows: TiledRows, place: int, count: int) -> TiledRows:
-    """The rows `place`, `place + 2`, ...; zeros where there are less than `count`."""
+    """The rows `place`, `place + 2`, ...; zeros where there are fewer than `count`."""
 
     def take(array: jax.Array) -> jax.Array:
         taken = array[:, place::2]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -135,6 +136,16 @@ def quantize(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     stored = words.astype("<u4").view(np.uint8)
     values, scale, _ = read_blocks("q8_0", stored, num_columns, num_rows)
     return values.T, scale.T
+
+
+def check_narrow(name: str, params: Any) -> None:
+    """Raises ValueError for weights beyond float32, in which rows are computed."""
+    for leaf in jax.tree.leaves(params):
+        if leaf.dtype == np.float64:
+            raise ValueError(
+                f"{name} must be float32 or narrower, got float64: tiles are "
+                "multiplied in float32; cast the weights first"
+            )
 
 
 def check_tiles(name: str, tiles: Tiles, shape: tuple[int, int, int]) -> None:

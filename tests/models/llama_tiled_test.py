@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from strata_jax import models, targets, testing
-from strata_jax.models import _tiled_layer
+from strata_jax.models import _llama_tiled, _tiled_layer
 
 CONFIG = models.LlamaConfig(
     vocab_size=300,
@@ -79,12 +79,53 @@ def test_windows_across_blocks_of_attention_have_the_bits_of_one_token(
     np.testing.assert_array_equal(all_rows(tiled, TEXT, width=width), alone)
 
 
+@pytest.fixture(scope="module")
+def packed(tiled):
+    """Weights with scales and offsets, about as large as those that they replace."""
+    source = np.random.default_rng(8)
+
+    def pack(tiles):
+        num_layers, size = tiles.values.shape[0], (tiles.num_rows, tiles.num_columns)
+        blocks = (tiles.num_rows // 32, tiles.num_columns)
+        values = [source.integers(0, 16, size, np.int8) for _ in range(num_layers)]
+        scale = [source.uniform(0.1, 0.3, blocks) / tiles.num_rows**0.5 for _ in values]
+        offset = [-7.5 * block for block in scale]
+        return models.cut_packed_tiles(values, scale, offset)
+
+    fields = ("query_key_value", "output", "gate_up", "down", "head")
+    return dataclasses.replace(
+        tiled, **{field: pack(getattr(tiled, field)) for field in fields}
+    )
+
+
+@pytest.mark.parametrize("width", [3, *slow(2, 4, 5, 6, 7, 8)])
+def test_windows_on_packed_weights_have_the_bits_of_one_token(packed, width):
+    alone = all_rows(packed, TEXT)
+    assert np.isfinite(alone).all()
+    assert np.abs(alone).max() > 0.1
+    np.testing.assert_array_equal(all_rows(packed, TEXT, width=width), alone)
+
+
 @pytest.fixture
 def no_traces():
     """A shape is traced once: a fault must be seen, and then forgotten."""
     jax.clear_caches()
     yield
     jax.clear_caches()
+
+
+@pytest.mark.usefixtures("no_traces")
+def test_bits_do_not_depend_on_what_buffers_hold(tiled, alone, monkeypatch):
+    empty, given = _llama_tiled.empty_buffers, []
+
+    def poisoned(*arguments):
+        given.append(jax.tree.map(lambda leaf: leaf + jnp.nan, empty(*arguments)))
+        return given[-1]
+
+    monkeypatch.setattr(_llama_tiled, "empty_buffers", poisoned)
+    # The last window has one row of three.
+    np.testing.assert_array_equal(all_rows(tiled, TEXT[:40], width=3), alone[:40])
+    assert len(given) == 3
 
 
 @pytest.mark.usefixtures("no_traces")
@@ -132,6 +173,9 @@ def test_bits_do_not_depend_on_the_capacity_of_the_cache(tiled, alone):
 
 
 def test_weights_that_do_not_fit_are_refused(params, tiled):
+    wide = dataclasses.replace(params, final_norm=np.ones(256, np.float64))
+    with pytest.raises(ValueError, match="params must be float32 or narrower"):
+        models.tile_params(CONFIG, wide)
     other = dataclasses.replace(CONFIG, intermediate_size=256)
     with pytest.raises(ValueError, match=r"params.gate_up must hold matrices"):
         models.check_tiled_params(other, tiled)

@@ -94,8 +94,24 @@ def test_training_runs_the_same_cells(params, head, tiled):
         np.testing.assert_allclose(logits, together[0, cell], rtol=0, atol=1e-4)
 
 
-def test_cells_together_have_the_bits_that_they_have_alone(tiled):
-    head = models.with_shared_tables(tiled)
+# Pieces as after windows of so many rows, an empty one, and as of a prompt.
+PIECES = [
+    ([1, 0, 1], [1]),
+    ([1, 2, 0, 2, 1], [2, 3, 4, 8, 40]),
+    ([3, 1, 2, 0, 3], [3, 4]),
+    ([1, 2, 3, 0, 4, 5, 6, 7, 8], [8, 40]),
+    ([9, 31], [31, 40]),
+]
+
+
+@pytest.mark.parametrize(
+    ("is_quantized", "pieces"), [(False, PIECES), (True, [([1, 2, 0, 2, 1], [2, 3])])]
+)
+def test_cells_together_have_the_bits_that_they_have_alone(
+    tiled, head, is_quantized, pieces
+):
+    mtp = models.tile_mtp(head, is_quantized=is_quantized)
+    head = models.with_shared_tables(dataclasses.replace(tiled, mtp=mtp))
     source = np.random.default_rng(5)
     hidden = source.standard_normal((40, CONFIG.hidden_size)).astype(np.float32)
     tokens = source.integers(0, CONFIG.vocab_size, 40).astype(np.int32)
@@ -112,14 +128,7 @@ def test_cells_together_have_the_bits_that_they_have_alone(tiled):
         return states
 
     wanted = alone(hidden)
-    # Pieces as after windows of so many rows, an empty one, and as of a prompt.
-    for sizes, widths in (
-        ([1, 0, 1], [1]),
-        ([1, 2, 0, 2, 1], [2, 3, 4, 8, 40]),
-        ([3, 1, 2, 0, 3], [3, 4]),
-        ([1, 2, 3, 0, 4, 5, 6, 7, 8], [8, 40]),
-        ([9, 31], [31, 40]),
-    ):
+    for sizes, widths in pieces:
         for width in widths:
             cache, cell = models.empty_mtp_cache(head, 128), 0
             for size in sizes:

@@ -63,6 +63,7 @@ CASES = [
     # Column blocks in odd number, and twice that: rows take turns on one or two.
     ("q8_0", 256, 258),
     ("q8_0", 256, 266),
+    ("q4_1", 256, 258),
 ]
 
 
@@ -83,19 +84,35 @@ def test_a_row_has_its_bits_at_every_width(kind, num_rows, num_columns, num_laye
         np.testing.assert_array_equal(product(states[:width], tiles), alone[:width])
 
 
-def test_a_row_that_is_not_finite_leaves_its_neighbours_alone():
-    tiles, _ = make("q8_0", 256, 960)
-    states = np.random.default_rng(4).standard_normal((4, 256)).astype(np.float32)
-    alone = np.asarray(product(states[:1], tiles))[0]
-    for neighbour in (np.inf, -np.inf, np.nan):
-        states[1:, 100] = neighbour
-        found = np.asarray(product(states, tiles))
-        np.testing.assert_array_equal(found[0], alone)
-        assert not np.isfinite(found[1:]).any()
-        # Rows in pairs are complex numbers; a product of those would mix them.
-        pair = jax.lax.complex(*jnp.asarray(states[:2]))
-        mixed = jnp.sum(pair * jnp.ones(256, pair.dtype))
-        assert not np.isfinite(mixed.real)
+def rows_beside_bad_ones(bad):
+    """Products of three rows of which one is not finite, and those of each alone."""
+    tiles, _ = make("q4_1", 256, 960)
+    states = np.random.default_rng(4).standard_normal((3, 256)).astype(np.float32)
+    states[bad, 100] = np.inf
+    found = np.asarray(product(states, tiles))
+    assert not np.isfinite(found[bad]).any()
+    alone = [np.asarray(product(states[i : i + 1], tiles))[0] for i in range(3)]
+    return np.delete(found, bad, axis=0), np.delete(alone, bad, axis=0)
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_a_row_that_is_not_finite_leaves_the_others_alone(bad):
+    np.testing.assert_array_equal(*rows_beside_bad_ones(bad))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_parts_of_a_pair_that_touch_fail_the_same_check(bad, monkeypatch):
+    exact = jax.lax.complex
+
+    def touch(first, second):
+        return exact(first + 0 * second, second + 0 * first)
+
+    monkeypatch.setattr(jax.lax, "complex", touch)
+    jax.clear_caches()
+    found, alone = rows_beside_bad_ones(bad)
+    jax.clear_caches()
+    assert np.isnan(found[0]).all()
+    np.testing.assert_array_equal(found[1], alone[1])
 
 
 def test_scales_in_half_precision_give_the_bits_of_float32():

@@ -1,7 +1,8 @@
 """One row of a stack of rows, read and written where its number is known at run time.
 
 Indexing would check bounds and negative numbers: a dozen small steps for each row, in
-programs that handle rows by the hundred.
+programs that handle rows by the hundred. Numbers must be in range here: one beyond the
+end reads, or overwrites, the last row.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from jax import lax
 
 
 def take_row(rows: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
-    """Returns row `index` along an axis; `index`, [] int32, must be in range.
+    """Returns row `index`, [] int32, along an axis.
 
     Exactness: nothing is computed.
     """
@@ -23,7 +24,7 @@ def take_row(rows: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
 def put_row(
     rows: jax.Array, index: jax.Array, row: jax.Array, axis: int = 0
 ) -> jax.Array:
-    """Returns the rows with `row` at `index`, [] int32, which must be in range.
+    """Returns the rows with `row`, of their dtype, at `index`, [] int32.
 
     Exactness: nothing is computed.
     """
