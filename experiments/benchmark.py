@@ -109,11 +109,6 @@ def _calibrate() -> dict[str, Any]:
             )
             # A process can hold a limited number of compiled programs.
             jax.clear_caches()
-        for name in ("both", "long both"):
-            # Measured where the text goes on as before; elsewhere the head drafts once.
-            if name in found:
-                window = found[name].window + found["mtp"].draft_call
-                found[name] = dataclasses.replace(found[name], window=window)
         # One plain step for all, so that noise between them prefers none.
         plain = float(np.median([each.plain for each in found.values()]))
         costs[weights] = {
@@ -140,7 +135,7 @@ def _calibrate() -> dict[str, Any]:
                     eos_ids=model.tokenizer.eos_ids,
                 )
                 for weights, by_drafter in costs.items():
-                    ranked = cost.choose(by_drafter[name], records)
+                    ranked = cost.choose(_costs_at(by_drafter, name, records), records)
                     cell = policies[weights].setdefault(
                         f"{set_name}, {temperature:g}", {}
                     )
@@ -159,6 +154,23 @@ def _calibrate() -> dict[str, Any]:
             for weights, by_cell in policies.items()
         },
     }
+
+
+def _costs_at(
+    by_drafter: dict[str, cost.WindowCosts], name: str, records: cost.DraftRecords
+) -> cost.WindowCosts:
+    """Costs of a drafter on the texts of the records.
+
+    "both" was timed where the text goes on as before. Where it does not, the head
+    drafts: one row, hence no second one.
+    """
+    found = by_drafter[name]
+    if name not in ("both", "long both") or not len(records.is_drafted):
+        return found
+    share = 1 - float(records.is_drafted[:, 1].mean())
+    return dataclasses.replace(
+        found, window=found.window + share * by_drafter["mtp"].draft_call
+    )
 
 
 def _best_of_each(by_drafter: dict[str, Any]) -> dict[str, Any]:
