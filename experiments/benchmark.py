@@ -162,15 +162,19 @@ def _costs_at(
     """Costs of a drafter on the texts of the records.
 
     "both" was timed where the text goes on as before. Where it does not, the head
-    drafts: one row, hence no second one.
+    drafts one row, hence no second one, and the window costs what the head's does.
     """
     found = by_drafter[name]
     if name not in ("both", "long both") or not len(records.is_drafted):
         return found
     share = 1 - float(records.is_drafted[:, 1].mean())
-    return dataclasses.replace(
-        found, window=found.window + share * by_drafter["mtp"].draft_call
-    )
+    more = _one_draft(by_drafter["mtp"]) - _one_draft(found)
+    return dataclasses.replace(found, window=found.window + share * more)
+
+
+def _one_draft(costs: cost.WindowCosts) -> float:
+    # Whole windows: least squares may put the head's time into any of the three.
+    return costs.window + costs.draft_call + costs.offered[1]
 
 
 def _best_of_each(by_drafter: dict[str, Any]) -> dict[str, Any]:
