@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -69,6 +70,32 @@ def _decoder(
         getattr(gates, gate)(),
         verifiers.token(),
     )
+
+
+def costs_at(
+    by_drafter: dict[str, cost.WindowCosts], name: str, records: cost.DraftRecords
+) -> cost.WindowCosts:
+    """Returns the costs of a drafter on the texts of the records.
+
+    "both" is timed where the text goes on as before. Where it does not, the head drafts
+    one row, hence no second one, and the window costs what the head's does.
+
+    Args:
+      by_drafter: measured costs; for "both" and "long both" those of "mtp" too.
+      name: the drafter, as in `build_drafter`.
+      records: its drafts; at least two rows a window.
+    """
+    found = by_drafter[name]
+    if name not in ("both", "long both") or not len(records.is_drafted):
+        return found
+    share = 1 - float(records.is_drafted[:, 1].mean())
+    more = _one_draft(by_drafter["mtp"]) - _one_draft(found)
+    return dataclasses.replace(found, window=found.window + share * more)
+
+
+def _one_draft(costs: cost.WindowCosts) -> float:
+    # Whole windows: least squares may put the head's time into any of the three.
+    return costs.window + costs.draft_call + costs.offered[1]
 
 
 def describe(drafter: str, policy: cost.Policy) -> str:

@@ -34,7 +34,7 @@ import numpy as np
 from _command_line import run_command, show_progress
 from _models import Model, encode_prompt, load_model
 from _peers import LlamaCpp, OwnSystem, Transformers, num_cores, try_peers
-from _policies import MOST_DRAFTS, as_json, build_drafter, describe
+from _policies import MOST_DRAFTS, as_json, build_drafter, costs_at, describe
 from _prompt_sets import PROMPT_SETS
 from _results import Results, figure
 from absl import flags
@@ -135,7 +135,7 @@ def _calibrate() -> dict[str, Any]:
                     eos_ids=model.tokenizer.eos_ids,
                 )
                 for weights, by_drafter in costs.items():
-                    ranked = cost.choose(_costs_at(by_drafter, name, records), records)
+                    ranked = cost.choose(costs_at(by_drafter, name, records), records)
                     cell = policies[weights].setdefault(
                         f"{set_name}, {temperature:g}", {}
                     )
@@ -154,27 +154,6 @@ def _calibrate() -> dict[str, Any]:
             for weights, by_cell in policies.items()
         },
     }
-
-
-def _costs_at(
-    by_drafter: dict[str, cost.WindowCosts], name: str, records: cost.DraftRecords
-) -> cost.WindowCosts:
-    """Costs of a drafter on the texts of the records.
-
-    "both" was timed where the text goes on as before. Where it does not, the head
-    drafts one row, hence no second one, and the window costs what the head's does.
-    """
-    found = by_drafter[name]
-    if name not in ("both", "long both") or not len(records.is_drafted):
-        return found
-    share = 1 - float(records.is_drafted[:, 1].mean())
-    more = _one_draft(by_drafter["mtp"]) - _one_draft(found)
-    return dataclasses.replace(found, window=found.window + share * more)
-
-
-def _one_draft(costs: cost.WindowCosts) -> float:
-    # Whole windows: least squares may put the head's time into any of the three.
-    return costs.window + costs.draft_call + costs.offered[1]
 
 
 def _best_of_each(by_drafter: dict[str, Any]) -> dict[str, Any]:

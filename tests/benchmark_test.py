@@ -1,9 +1,13 @@
 """experiments/benchmark.py: a try, and the published run."""
 
+import importlib
 import json
 
+import numpy as np
 import pytest
 from command_lines import ROOT, run
+
+from strata_jax.diagnostics import cost
 
 REPORT = ROOT / "docs" / "results" / "benchmark.json"
 
@@ -54,3 +58,37 @@ def test_published_greedy_texts_are_those_of_plain_decoding():
         # The control: at temperature 1 the token verifier draws other tokens.
         warm = [systems for cell, systems in cells if cell.endswith(", 1")]
         assert not all(are_equal(systems, "mtp", weights) for systems in warm)
+
+
+@pytest.fixture
+def policies(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    return importlib.import_module("_policies")
+
+
+@pytest.mark.parametrize(
+    ("is_matched", "seconds_per_window"),
+    [
+        ([False, False], 10.0),  # the head's window of one draft: 7 + 1 + 2
+        ([True, True], 6.5),  # the lookup's own: 5 + 0.5 + 1
+        ([True, False], 8.25),
+    ],
+)
+def test_lookup_without_a_match_costs_what_the_head_does(
+    policies, is_matched, seconds_per_window
+):
+    def costs(window, call, row):
+        return cost.WindowCosts(4.0, window, call, (0.0, row, 2 * row), 0.0)
+
+    rows = np.array([[True, matched] for matched in is_matched])
+    one = np.ones(rows.shape)
+    records = cost.DraftRecords(rows, one, one, 0 * one, one)
+    by_drafter = {"mtp": costs(7.0, 1.0, 2.0), "both": costs(5.0, 0.5, 1.0)}
+    policy = cost.Policy("always", None, 1)
+
+    def seconds(name):
+        found = policies.costs_at(by_drafter, name, records)
+        return cost.predict(found, records, policy).seconds_per_window
+
+    assert seconds("both") == pytest.approx(seconds_per_window)
+    assert seconds("mtp") == 10.0
