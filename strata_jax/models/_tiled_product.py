@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from strata_jax.models._processor import has_wide_vectors
 from strata_jax.models._rows import put_row
 from strata_jax.models._tiles import TILE_COLUMNS, TILE_ROWS, Tiles
 
@@ -26,12 +28,26 @@ from strata_jax.models._tiles import TILE_COLUMNS, TILE_ROWS, Tiles
 _CHAINS = 4
 # Tiles above each other that are added in one step.
 _MOST_AT_ONCE = 24
-# Column blocks, at most, that a row passes before the next one does: enough for the
-# processor to see a stream and fetch ahead, few enough to stay in its nearest cache.
-# With rows in turn on every block, two cores read float32 weights at half the speed.
-_RUN = 8
 # Column blocks from which a matrix by itself is worth a second core.
 _MANY_BLOCKS = 64
+
+
+class _Turns(NamedTuple):
+    """How several rows pass over a matrix: a matter of speed, none of bits."""
+
+    run: int
+    """Column blocks, at most, that a row passes before the next one does."""
+    most_paired: int
+    """Rows, at most, that share in pairs what a packed weight is decoded to."""
+
+
+# With rows in turn on every block, such processors read float32 weights at half the
+# speed: a run is enough for them to see a stream and fetch ahead, and stays in the
+# nearest cache. Those with wide vectors look ahead by themselves, and lose by runs; and
+# they decode faster than they take pairs of numbers apart, where there is more than one
+# pair.
+_NARROW = _Turns(run=8, most_paired=8)
+_WIDE = _Turns(run=1, most_paired=2)
 
 
 @flax.struct.dataclass
@@ -106,9 +122,10 @@ def multiply(
     # The second row of a pair is where a complex number has its imaginary part: XLA
     # then decodes a weight once for both. No two parts of a number ever meet.
     num_rows = rows.states.shape[1]
-    is_paired = num_rows > 1 and tiles.scale is not None
+    turns = _WIDE if has_wide_vectors() else _NARROW
+    is_paired = 1 < num_rows <= turns.most_paired and tiles.scale is not None
     num_pairs = -(-num_rows // 2) if is_paired else num_rows
-    run = math.gcd(width, _RUN)
+    run = math.gcd(width, turns.run)
     shape = (num_chunks, width // run, num_pairs, run, TILE_COLUMNS)
     wide = (num_chunks, width // run, run, TILE_COLUMNS)
 

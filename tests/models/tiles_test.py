@@ -72,7 +72,9 @@ CASES = [
     ("kind", "num_rows", "num_columns", "num_layers"),
     [(*case, layers) for case in CASES for layers in (1, 2)],
 )
-def test_a_row_has_its_bits_at_every_width(kind, num_rows, num_columns, num_layers):
+def test_a_row_has_its_bits_at_every_width(
+    kind, num_rows, num_columns, num_layers, set_processor
+):
     tiles, matrix = make(kind, num_rows, num_columns)
     tiles = jax.tree.map(lambda leaf: leaf[-num_layers:], tiles)
     source = np.random.default_rng(0)
@@ -80,8 +82,26 @@ def test_a_row_has_its_bits_at_every_width(kind, num_rows, num_columns, num_laye
     alone = np.concatenate([product(states[i : i + 1], tiles) for i in range(8)])
     size = np.abs(states.astype(np.float64)) @ np.abs(matrix)
     assert (np.abs(alone - states @ matrix) <= 1e-5 * size).all()
-    for width in WIDTHS:
-        np.testing.assert_array_equal(product(states[:width], tiles), alone[:width])
+    for processor in ("narrow", "wide"):
+        set_processor(processor)
+        for width in WIDTHS:
+            found = product(states[:width], tiles)
+            np.testing.assert_array_equal(found, alone[:width])
+
+
+def test_a_processor_with_wide_vectors_gets_a_program_of_its_own(set_processor):
+    tiles, _ = make("q4_1", 256, 960)
+    texts = {}
+    for processor in ("narrow", "wide"):
+        set_processor(processor)
+        for width in (1, 2, 3):
+            states = jax.ShapeDtypeStruct((width, 256), jnp.float32)
+            texts[processor, width] = product.lower(states, tiles).as_text()
+    is_paired = {key: "complex<f32>" in text for key, text in texts.items()}
+    assert [is_paired["narrow", width] for width in (1, 2, 3)] == [False, True, True]
+    assert [is_paired["wide", width] for width in (1, 2, 3)] == [False, True, False]
+    assert "x120x3x1x8x" in texts["wide", 3]
+    assert "x15x2x8x8x" in texts["narrow", 3]
 
 
 def rows_beside_bad_ones(bad):
@@ -95,22 +115,24 @@ def rows_beside_bad_ones(bad):
     return np.delete(found, bad, axis=0), np.delete(alone, bad, axis=0)
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("bad", range(3))
 def test_a_row_that_is_not_finite_leaves_the_others_alone(bad):
     np.testing.assert_array_equal(*rows_beside_bad_ones(bad))
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_parts_of_a_pair_that_touch_fail_the_same_check(bad, monkeypatch):
+def test_parts_of_a_pair_that_touch_fail_the_same_check(
+    bad, monkeypatch, set_processor
+):
+    set_processor("narrow")  # whose pairs are not of two rows alone
     exact = jax.lax.complex
 
     def touch(first, second):
         return exact(first + 0 * second, second + 0 * first)
 
     monkeypatch.setattr(jax.lax, "complex", touch)
-    jax.clear_caches()
     found, alone = rows_beside_bad_ones(bad)
-    jax.clear_caches()
     assert np.isnan(found[0]).all()
     np.testing.assert_array_equal(found[1], alone[1])
 
