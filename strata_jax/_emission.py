@@ -25,26 +25,21 @@ def window_probs(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the chain row by row: row t has seen the drafts before it."""
     num_tokens = logits.shape[0]
-    drafts = jnp.append(drafts, jnp.int32(0))
+    places = jnp.arange(drafts.shape[0], dtype=jnp.int32)
 
     def row(index: jax.Array, carry: Any) -> Any:
-        counts, probs, status = carry
+        probs, status = carry
         row_probs, row_status = chain_probs(
-            sampling, logits[index], counts, max_candidates=max_candidates
+            sampling,
+            logits[index],
+            counts,
+            jnp.where(places < index, drafts, -1),
+            max_candidates=max_candidates,
         )
-        return (
-            counts.add(drafts[index]),
-            probs.at[index].set(row_probs),
-            status.at[index].set(row_status),
-        )
+        return probs.at[index].set(row_probs), status.at[index].set(row_status)
 
-    carry = (
-        counts,
-        jnp.zeros(logits.shape, dtype),
-        jnp.zeros(num_tokens, jnp.int32),
-    )
-    _, probs, status = lax.fori_loop(0, num_rows, row, carry)
-    return probs, status
+    carry = (jnp.zeros(logits.shape, dtype), jnp.zeros(num_tokens, jnp.int32))
+    return lax.fori_loop(0, num_rows, row, carry)
 
 
 def cut_verdict(

@@ -41,7 +41,6 @@ class _Packet:
     token_probs: jax.Array  # [K] float, q of those tokens
     measure: jax.Array  # [K, V] float
     kind: jax.Array  # [K] int32
-    counts: TokenCounts  # the text before the next row
     row: jax.Array  # [] int32, the next row
     goes_on: jax.Array  # [] bool
     status: jax.Array  # [] int32
@@ -112,7 +111,6 @@ def build_proposal(
         token_probs=jnp.zeros(num_draft_tokens, dtype),
         measure=jnp.zeros((num_draft_tokens, vocab_size), dtype),
         kind=jnp.full(num_draft_tokens, RowKind.ABSENT.value, jnp.int32),
-        counts=counts,
         row=jnp.zeros((), jnp.int32),
         goes_on=jnp.asarray(True),
         status=jnp.zeros((), jnp.int32),
@@ -132,7 +130,7 @@ def build_proposal(
 
         def to_row(logits: jax.Array) -> DraftRow:
             probs, status = chain_probs(
-                sampling, logits, packet.counts, max_candidates=max_candidates
+                sampling, logits, counts, packet.drawn, max_candidates=max_candidates
             )
             # With all of it banned there is nothing to draft, which is no fault.
             # Rows of NaN stay, and are seen to be no distribution.
@@ -194,7 +192,6 @@ def build_proposal(
             ),
             measure=packet.measure.at[row].set(measure),
             kind=packet.kind.at[row].set(kind.astype(jnp.int32)),
-            counts=packet.counts.add(token),
             row=row + 1,
             goes_on=is_offered & go_on[token],
             status=packet.status | status.astype(jnp.int32),
@@ -219,8 +216,9 @@ def _finish(packet: _Packet) -> tuple[Proposal, DraftRecord]:
 def _is_distribution(probs: jax.Array) -> jax.Array:
     # Draws scale by the row's own total, the measure does not: they agree only if the
     # total is 1.
-    gap = jnp.abs(halving_sum(probs) - 1)
-    return (jnp.min(probs) >= 0) & (gap <= sum_tolerance(probs.dtype))
+    # A mass below zero, or NaN, makes the sum NaN: one pass over the row sees all.
+    total = halving_sum(jnp.where(probs >= 0, probs, jnp.nan))
+    return jnp.abs(total - 1) <= sum_tolerance(probs.dtype)
 
 
 def sum_tolerance(dtype: jax.typing.DTypeLike) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import flax.struct
@@ -28,17 +27,6 @@ class TokenCounts:
     in_prompt: jax.Array  # [V] bool
     in_output: jax.Array  # [V] int32, occurrences
     num_output: jax.Array  # [] int32, tokens of output
-
-    def add(self, token: jax.Array) -> TokenCounts:
-        """Returns the counts after one more output token, [] int32.
-
-        Exactness: integers only.
-        """
-        return dataclasses.replace(
-            self,
-            in_output=self.in_output.at[token].add(1, mode="drop"),
-            num_output=self.num_output + 1,
-        )
 
 
 def count_tokens(
@@ -72,6 +60,7 @@ def chain_probs(
     settings: SamplingSettings,
     logits: jax.Array,
     counts: TokenCounts,
+    drafts: jax.Array | None = None,
     *,
     max_candidates: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +73,9 @@ def chain_probs(
     Args:
       settings: the request's settings.
       logits: `[V]` float; dtypes below 32 bits are cast to float32 first.
-      counts: the text before this row.
+      counts: the text before this row, or before the drafts.
+      drafts: `[n]` int32, output that stands between, -1 where there is none. It is
+        counted only where a penalty asks for it.
       max_candidates: static; if given, no row is ever sorted beyond so many
         candidates. Requests must be checked against it by `sampling_settings`.
 
@@ -99,7 +90,11 @@ def chain_probs(
       depend on how many rows share a window.
     """
     _checks.check_shape("logits", logits, settings.logit_bias.shape)
-    return _run_chain(settings, logits, counts, max_candidates)
+    if drafts is None:
+        drafts = jnp.zeros(0, jnp.int32)
+    _checks.check_shape("drafts", drafts, (None,))
+    _checks.check_integer_dtype("drafts", drafts)
+    return _run_chain(settings, logits, counts, drafts, max_candidates)
 
 
 # A program of its own for the tracer: draft and target rows then share it.
@@ -108,72 +103,73 @@ def _run_chain(
     settings: SamplingSettings,
     logits: jax.Array,
     counts: TokenCounts,
+    drafts: jax.Array,
     max_candidates: int | None,
 ) -> tuple[jax.Array, jax.Array]:
     logits = logits.astype(at_least_float32(logits.dtype))
     vocab_size, dtype = logits.shape[0], logits.dtype
-    # A fault stays one, whatever is banned or penalised.
-    biased = logits + settings.logit_bias.astype(dtype)
-    logits = jnp.where(_is_fault(logits), jnp.nan, biased)
-    ban_eos = counts.num_output < settings.min_tokens
+    logits = _mark_faults(logits + settings.logit_bias.astype(dtype))
+    num_output = counts.num_output + jnp.sum(drafts >= 0).astype(jnp.int32)
+    ban_eos = num_output < settings.min_tokens
     has_penalty = (
         (settings.repetition_penalty != 1)
         | (settings.frequency_penalty != 0)
         | (settings.presence_penalty != 0)
     )
 
-    def edit(logits: jax.Array) -> jax.Array:
+    def edit(index: jax.Array, logits: jax.Array) -> jax.Array:
+        # What does not depend on the index may be moved out, and run in any case.
+        text, following, _ = lax.optimization_barrier((counts, drafts, index))
         eos_ids = jnp.where(settings.eos_ids < 0, vocab_size, settings.eos_ids)
         is_eos = jnp.zeros(vocab_size, bool).at[eos_ids].set(True, mode="drop")
-        is_banned = is_eos & ban_eos & ~jnp.isnan(logits)
-        logits = jnp.where(is_banned, -jnp.inf, logits)
-        return _penalise(settings, logits, counts)
+        edited = jnp.where(is_eos & ban_eos, -jnp.inf, logits)
+        edited = _penalise(settings, edited, text, following)
+        # A fault stays one, whatever is banned or penalised; a penalty can make one.
+        return jnp.where(logits == jnp.inf, jnp.inf, _mark_faults(edited))
 
-    logits = lax.cond(ban_eos | has_penalty, edit, lambda logits: logits, logits)
-    # A penalty can overflow a finite logit.
-    is_fault = _is_fault(logits)
-    # Minus zero and zero are one value, but not to a sort.
-    logits = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
+    # No trip rather than a branch: a branch would copy the row.
+    is_edited = (ban_eos | has_penalty).astype(jnp.int32)
+    logits = lax.fori_loop(0, is_edited, edit, logits)
 
-    # One pass for both, since a fault is the only way to infinity.
-    largest = jnp.max(jnp.where(is_fault, jnp.inf, logits))
-    is_finite = largest < jnp.inf
+    largest = jnp.max(logits)
     status = jnp.where(
-        is_finite,
-        jnp.where(largest == -jnp.inf, Status.EMPTY_SUPPORT.value, 0),
+        largest == jnp.inf,
         Status.NON_FINITE_LOGITS.value,
+        jnp.where(largest == -jnp.inf, Status.EMPTY_SUPPORT.value, 0),
     ).astype(jnp.int32)
     is_good = status == 0
-    # A bad row is replaced, so that nothing below meets a NaN.
-    logits = jnp.where(is_good, logits, jnp.zeros_like(logits))
-    largest = jnp.where(is_good, largest, jnp.zeros_like(largest))
-
     keep = _survivors(settings, logits, largest, max_candidates)
     probs = _tempered(settings.temperature.astype(dtype), logits, largest, keep)
+    # What a bad row came to is left behind here.
     return jnp.where(is_good, probs, jnp.zeros_like(probs)), status
 
 
-def _is_fault(logits: jax.Array) -> jax.Array:
-    # -inf is legal: a banned token.
-    return jnp.isnan(logits) | (logits == jnp.inf)
+def _mark_faults(logits: jax.Array) -> jax.Array:
+    """Makes NaN infinite, so that the largest tells; -inf is legal: a banned token."""
+    # Minus zero and zero are one value, but not to a sort.
+    logits = jnp.where(logits == 0, jnp.zeros_like(logits), logits)
+    return jnp.where(jnp.isnan(logits), jnp.inf, logits)
 
 
 def _penalise(
-    settings: SamplingSettings, logits: jax.Array, counts: TokenCounts
+    settings: SamplingSettings,
+    logits: jax.Array,
+    counts: TokenCounts,
+    drafts: jax.Array,
 ) -> jax.Array:
     dtype = logits.dtype
+    places = jnp.where(drafts < 0, logits.shape[0], drafts)
+    in_output = counts.in_output.at[places].add(1, mode="drop")
     repetition = settings.repetition_penalty.astype(dtype)
-    seen = counts.in_prompt | (counts.in_output > 0)
+    seen = counts.in_prompt | (in_output > 0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     penalised = jnp.where(seen, repeated, logits)
-    occurrences = counts.in_output.astype(dtype)
+    occurrences = in_output.astype(dtype)
     frequency = settings.frequency_penalty.astype(dtype) * occurrences
     # The maximum keeps XLA from joining product and difference to one fused operation
     # in some programs and not in others: their roundings differ in the last bit.
     frequency = jnp.maximum(frequency, jnp.finfo(dtype).min)
-    presence = jnp.where(
-        counts.in_output > 0, settings.presence_penalty.astype(dtype), 0
-    )
+    presence = jnp.where(in_output > 0, settings.presence_penalty.astype(dtype), 0)
     penalised = penalised - frequency - presence
     return jnp.where(logits == -jnp.inf, -jnp.inf, penalised)
 
@@ -242,6 +238,9 @@ def _tempered(
     divisor = jnp.where(is_greedy, jnp.ones_like(temperature), temperature)
     weights = jnp.where(keep, jnp.exp((logits - largest) / divisor), 0)
     probs = weights / halving_sum(weights)
-    best = first_largest(logits, largest)
+    # A pass of its own, for greedy requests alone.
+    best = lax.cond(
+        is_greedy, lambda: first_largest(logits, largest), lambda: jnp.int32(-1)
+    )
     greedy = jnp.arange(logits.shape[0], dtype=jnp.int32) == best
     return jnp.where(is_greedy, greedy.astype(probs.dtype), probs)

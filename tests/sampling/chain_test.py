@@ -498,10 +498,34 @@ def test_count_tokens_splits_prompt_and_output():
     assert counts.in_prompt.tolist() == [False, True, False, True]
     assert counts.in_output.tolist() == [2, 1, 0, 0]
     assert int(counts.num_output) == 3
-    added = counts.add(jnp.int32(1))
-    assert added.in_output.tolist() == [2, 2, 0, 0]
-    assert int(added.num_output) == 4
-    assert added.in_prompt.tolist() == counts.in_prompt.tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"frequency_penalty": 0.3},
+        {"presence_penalty": 0.7},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 5, "eos_ids": [2]},
+        {"min_tokens": 4, "eos_ids": [2]},
+    ],
+)
+def test_drafts_count_as_output(changes):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=40), jnp.float32)
+    settings = sampling_settings(40, temperature=1.0, **changes)
+
+    def probs(output, drafts):
+        counts = make_counts(40, prompt=[1, 2], output=output)
+        found, status = _chain(settings, logits, counts, jnp.asarray(drafts, jnp.int32))
+        assert int(status) == 0
+        return np.asarray(found)
+
+    counted = probs([7, 7, 3, 39], [])
+    for drafts in ([3, 39], [3, -1, 39, -1, -1]):
+        np.testing.assert_array_equal(probs([7, 7], drafts), counted)
+    is_seen = changes != {"min_tokens": 5, "eos_ids": [2]}
+    for others in ([], [3], [-1, -1]):
+        assert (probs([7, 7], others) != counted).any() == is_seen
 
 
 def test_wrong_shapes():
@@ -509,3 +533,8 @@ def test_wrong_shapes():
     for wrong in (jnp.zeros(3), jnp.zeros((1, 4)), jnp.zeros(())):
         with pytest.raises(ValueError, match="logits must have shape"):
             chain_probs(settings, wrong, make_counts(4))
+    fine = jnp.zeros(4), make_counts(4)
+    with pytest.raises(ValueError, match="drafts must have shape"):
+        chain_probs(settings, *fine, jnp.int32(1))
+    with pytest.raises(ValueError, match="drafts must"):
+        chain_probs(settings, *fine, jnp.zeros(2))
