@@ -5,9 +5,10 @@ library plain, with its draft head, with lookup in the text, and with the head w
 lookup finds nothing, each on the packed weights of the file and on the same in float32;
 `transformers` plain and with prompt lookup; and llama.cpp. All in one process, in turn
 and in another order each round, each system on the same prompts. The policies come from
-the cost model (`diagnostics.cost`), measured on other prompts before the first round;
-which of them it chooses is marked: plain decoding, unless drafts are predicted to be 5
-% faster. At temperature 0 the speculative systems must write the plain one's tokens.
+the cost model (`diagnostics.cost`), measured on other prompts before the first round,
+on which each of them is then tried beside plain decoding. Which one is chosen is
+marked: plain decoding, unless prediction and trial together make drafts 5 % faster. At
+temperature 0 the speculative systems must write the plain one's tokens.
 Then verification alone, beside other functions that run on a CPU.
 
   python experiments/benchmark.py --out /tmp/benchmark
@@ -24,6 +25,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,8 +54,8 @@ _OWN = {
     "suffix": ("suffix",),
     "both": ("both", "long both"),
 }
-# Drafts must be predicted to be so much faster before they are chosen: what was learnt
-# on other texts, and with noise, is not worth more.
+# Drafts must be so much faster, by the mean of prediction and trial, and slower by
+# neither, before they are chosen: both are of other texts, and noisy.
 _LEAST_GAIN = 1.05
 _VOCABULARIES = (49_152, 151_936)
 _NUM_VERIFIED = 7
@@ -157,16 +159,73 @@ def _calibrate() -> dict[str, Any]:
 
 
 def _best_of_each(by_drafter: dict[str, Any]) -> dict[str, Any]:
-    """The policy of each own system, and which of them is chosen."""
+    """The policy of each own system, as predicted."""
     best = {"plain": by_drafter["plain"]}
     for name, drafters in _OWN.items():
         known = [by_drafter[drafter] for drafter in drafters if drafter in by_drafter]
         if known:
             best[name] = max(known, key=_speed)
-    first = max(best, key=lambda name: _speed(best[name]))
-    gain = _speed(best[first]) / _speed(best["plain"])
-    chosen = first if gain >= _LEAST_GAIN else "plain"
-    return {name: found | {"is_chosen": name == chosen} for name, found in best.items()}
+    return best
+
+
+def _try(policies: dict[str, Any]) -> dict[str, Any]:
+    """The same policies with what they gained in a trial, and which are chosen."""
+    model = _packed()
+    gains: dict[str, Any] = {}
+    num_prompts = {name: len(PROMPT_SETS[name].calibration) for name in _set_names()}
+    with show_progress(
+        0, sum(num_prompts.values()) * len(_TEMPERATURES), "trial"
+    ) as show:
+        done = 0
+        for set_name in _set_names():
+            _drop_programs()
+            prompts = PROMPT_SETS[set_name]
+            for number, text in enumerate(prompts.calibration):
+                prompt = encode_prompt(model.tokenizer, text, is_chat=prompts.is_chat)
+                for temperature in _TEMPERATURES:
+                    cell = f"{set_name}, {temperature:g}"
+                    systems = _systems({}, policies, cell)
+                    runs = _run_in_turn(systems, prompt, temperature, number)
+                    for name, run in runs.items():
+                        gains.setdefault(cell, {}).setdefault(name, []).append(
+                            run.num_timed / max(run.seconds, 1e-9)
+                        )
+                    done += 1
+                    show(done, cell)
+    return {
+        weights: {
+            cell: _choose(
+                found,
+                {name: _median_gain(gains[cell], name, weights) for name in found},
+            )
+            for cell, found in by_cell.items()
+        }
+        for weights, by_cell in policies.items()
+    }
+
+
+def _median_gain(speeds: dict[str, list[float]], name: str, weights: str) -> float:
+    """Over prompts, to plain decoding of the same prompt on the same weights."""
+    own, plain = (np.array(speeds[_own_name(n, weights)]) for n in (name, "plain"))
+    return float(np.median(own / plain))
+
+
+def _choose(policies: dict[str, Any], tried_gains: dict[str, float]) -> dict[str, Any]:
+    """The policies of a cell with their gains, and which of them is chosen."""
+    plain = _speed(policies["plain"])
+    found = {
+        name: policy
+        | {"predicted_gain": _speed(policy) / plain, "tried_gain": tried_gains[name]}
+        for name, policy in policies.items()
+    }
+
+    def gain(name: str) -> float:
+        gains = found[name]["predicted_gain"], found[name]["tried_gain"]
+        return math.prod(gains) ** 0.5 if min(gains) >= 1 else 0.0
+
+    first = max(found, key=gain)
+    chosen = first if gain(first) >= _LEAST_GAIN else "plain"
+    return {name: each | {"is_chosen": name == chosen} for name, each in found.items()}
 
 
 def _speed(found: dict[str, Any]) -> float:
@@ -253,34 +312,47 @@ def _own_name(name: str, weights: str) -> str:
     return f"own, {name}, {weights}"
 
 
+def _drop_programs() -> None:
+    if _own.cache_info().currsize > _MOST_SYSTEMS:
+        _own.cache_clear()
+        _warm.clear()
+        jax.clear_caches()
+
+
+def _run_in_turn(
+    systems: dict[str, Callable[[], Any]],
+    prompt: list[int],
+    temperature: float,
+    number: int,
+) -> dict[str, Any]:
+    """Runs of all systems on one prompt, in an order of this prompt's own."""
+    names, runs = list(systems), {}
+    order = np.random.default_rng((number, len(prompt), int(temperature)))
+    for index in order.permutation(len(names)):
+        name = names[index]
+        system = systems[name]()
+        if (name, id(system)) not in _warm:
+            # The first text of a system compiles.
+            system.run(prompt, temperature, number, 12)
+            _warm.add((name, id(system)))
+        time.sleep(_PAUSE)
+        runs[name] = system.run(prompt, temperature, number, _num_tokens())
+    return dict(sorted(runs.items()))
+
+
 def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
     """All systems of all cells on one prompt of each set."""
     part: dict[str, Any] = {}
-    order = np.random.default_rng(number)
     model = _packed()
     for set_name in _set_names():
-        if _own.cache_info().currsize > _MOST_SYSTEMS:
-            _own.cache_clear()
-            _warm.clear()
-            jax.clear_caches()
+        _drop_programs()
         prompts = PROMPT_SETS[set_name]
         text = prompts.measured[number % len(prompts.measured)]
         prompt = encode_prompt(model.tokenizer, text, is_chat=prompts.is_chat)
         for temperature in _TEMPERATURES:
             cell = f"{set_name}, {temperature:g}"
             systems = _systems(peers, policies, cell)
-            names = list(systems)
-            runs = {}
-            for index in order.permutation(len(names)):
-                system = systems[names[index]]()
-                if (names[index], id(system)) not in _warm:
-                    # The first text of a system compiles.
-                    system.run(prompt, temperature, number, 12)
-                    _warm.add((names[index], id(system)))
-                time.sleep(_PAUSE)
-                runs[names[index]] = system.run(
-                    prompt, temperature, number, _num_tokens()
-                )
+            runs = _run_in_turn(systems, prompt, temperature, number)
             part[cell] = {
                 name: {
                     "tokens_per_second": run.num_timed / max(run.seconds, 1e-9),
@@ -290,7 +362,7 @@ def _round(number: int, peers: dict[str, Any], policies: dict[str, Any]) -> Any:
                         str(run.tokens).encode()
                     ).hexdigest(),
                 }
-                for name, run in sorted(runs.items())
+                for name, run in runs.items()
             }
     return part
 
@@ -350,7 +422,7 @@ def _transformers_verification(logits: np.ndarray) -> Callable[[], Any] | None:
 
 def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     rounds = [part for name, part in parts.items() if name.startswith("round")]
-    policies = parts["calibration"]["policies"]
+    policies = parts["trial"]["policies"]
     rows, chosen, faults = [], [], []
     for cell in (cell for cell in rounds[0] if cell != "library_sha256"):
         own = {
@@ -383,7 +455,15 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                 ]
             )
             if is_chosen:
-                chosen.append([cell, name, f"{np.median(ratio):.2f}"])
+                chosen.append(
+                    [
+                        cell,
+                        name,
+                        f"{predicted['predicted_gain']:.2f}",
+                        f"{predicted['tried_gain']:.2f}",
+                        f"{np.median(ratio):.2f}",
+                    ]
+                )
             if predicted and cell.endswith(", 0"):
                 faults += _other_tokens(rounds, cell, name, plain_name)
     tables = [
@@ -404,8 +484,14 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
             "rows": rows,
         },
         {
-            "title": "What the cost model chose, beside plain decoding",
-            "columns": ["texts, temperature", "system", "to plain"],
+            "title": "What was chosen before the first round, beside plain decoding",
+            "columns": [
+                "texts, temperature",
+                "system",
+                "predicted",
+                "tried",
+                "to plain",
+            ],
             "rows": chosen,
         },
         {
@@ -521,7 +607,10 @@ def _run() -> int:
     num_rounds = 2 if _SMOKE.value else _ROUNDS.value
     if "calibration" not in results.parts:
         results.keep("calibration", _calibrate())
-    policies = results.parts["calibration"]["policies"]
+    if "trial" not in results.parts:
+        policies = results.parts["calibration"]["policies"]
+        results.keep("trial", {"policies": _try(policies)})
+    policies = results.parts["trial"]["policies"]
     wanted = [f"round {number}" for number in range(num_rounds)]
     todo = [name for name in wanted if name not in results.parts]
     if todo:

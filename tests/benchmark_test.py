@@ -92,3 +92,22 @@ def test_lookup_without_a_match_costs_what_the_head_does(
 
     assert seconds("both") == pytest.approx(seconds_per_window)
     assert seconds("mtp") == 10.0
+
+
+@pytest.mark.parametrize(
+    ("predicted", "tried", "chosen"),
+    [
+        ({"mtp": 1.2, "both": 1.1}, {"mtp": 1.1, "both": 1.3}, "both"),
+        ({"mtp": 1.2, "both": 1.1}, {"mtp": 1.2, "both": 1.1}, "mtp"),
+        ({"mtp": 1.3, "both": 1.1}, {"mtp": 0.99, "both": 1.1}, "both"),
+        ({"mtp": 0.99, "both": 1.04}, {"mtp": 1.5, "both": 1.05}, "plain"),
+    ],
+)
+def test_prediction_and_trial_choose_together(monkeypatch, predicted, tried, chosen):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))
+    benchmark = importlib.import_module("benchmark")
+    gains = {"plain": 1.0} | predicted
+    policies = {name: {"tokens_per_second": 50 * gains[name]} for name in gains}
+    found = benchmark._choose(policies, {"plain": 1.0} | tried)
+    assert [name for name, each in found.items() if each["is_chosen"]] == [chosen]
+    assert found["mtp"]["predicted_gain"] == pytest.approx(predicted["mtp"])
