@@ -437,7 +437,7 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
             to_mean = ""
             if predicted:
                 to_mean = f"{_speed(predicted) / _mean_speed(rounds, cell, name):.2f}"
-            is_chosen = predicted is not None and predicted["is_chosen"]
+            is_chosen = bool(predicted) and predicted["is_chosen"]
             rows.append(
                 [
                     cell,
@@ -454,7 +454,7 @@ def _tables(parts: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
                     _per_window(rounds, cell, name),
                 ]
             )
-            if is_chosen:
+            if predicted and is_chosen:
                 chosen.append(
                     [
                         cell,
